@@ -104,6 +104,11 @@ pub struct Args {
     )]
     pub guest_checkpoint_interval: u32,
 
+    /// Let the guest mark snapshots that were taken from inside it as obsolete. A prune then removes
+    /// them, unless they are pinned or the image's policy keeps them.
+    #[arg(long)]
+    pub guest_may_remove: bool,
+
     /// The number of virtqueues. Each has a thread of its own.
     #[arg(
         long,

@@ -3,7 +3,8 @@
 use std::sync::Mutex;
 
 use cairn_store::{
-    Attachment, ChunkIndex, Error, ImageName, Repository, Selector, Snapshot, SnapshotRef,
+    Attachment, ChunkIndex, Error, ImageName, Repository, Selector, Snapshot, SnapshotEdit,
+    SnapshotRef,
 };
 
 /// The length of the serial number that a guest can read.
@@ -11,6 +12,15 @@ const SERIAL_BYTES: usize = 20;
 
 /// The serial number of a disk.
 pub(crate) type Serial = [u8; SERIAL_BYTES];
+
+/// Which snapshots are marked as obsolete.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum ObsoleteSnapshots {
+    /// The one with this number.
+    One(u64),
+    /// Those that were taken from inside the guest, but the newest of them, as many as stated.
+    AllBut(u64),
+}
 
 /// An attached image. All threads share it.
 pub(crate) struct Image {
@@ -65,6 +75,38 @@ impl Image {
             Err(Error::NoSnapshot { .. }) => Ok(None),
             found => found.map(Some),
         }
+    }
+
+    /// Marks snapshots as obsolete, among the last `limit` of the image. Returns the names of those
+    /// that were not marked before.
+    pub(crate) fn mark_obsolete(
+        &self,
+        which: ObsoleteSnapshots,
+        limit: usize,
+    ) -> cairn_store::Result<Vec<String>> {
+        let numbers: Vec<u64> = match which {
+            ObsoleteSnapshots::One(number) => vec![number],
+            ObsoleteSnapshots::AllBut(kept) => {
+                let (last, _) = self.last_snapshots(limit)?;
+                let own = last.into_iter().rev();
+                let own = own.filter(|one| one.is_from_guest && one.state.has_content());
+                let old = own.skip(usize::try_from(kept).unwrap_or(usize::MAX));
+                old.filter(|one| !one.is_obsolete).map(|one| one.number).collect()
+            }
+        };
+        let mark = |number| {
+            let name = SnapshotRef::number(self.name(), number);
+            match self.repository.edit_snapshot(&name, &SnapshotEdit::Obsolete) {
+                // It was removed meanwhile, as the guest wants it.
+                Err(Error::NoSnapshot { .. } | Error::WrongState { .. })
+                    if matches!(which, ObsoleteSnapshots::AllBut(_)) =>
+                {
+                    Ok(None)
+                }
+                marked => marked.map(|marked| Some(marked.name().to_string())),
+            }
+        };
+        numbers.into_iter().filter_map(|number| mark(number).transpose()).collect()
     }
 
     /// Reads a chunk of the parent snapshot. Returns `false` if the chunk is a hole: then the

@@ -9,7 +9,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use cairn_agent::{Checkpoint, Event, Follow, MAX_LINE, RefusalKind, Request};
+use cairn_agent::{Checkpoint, Event, Follow, MAX_LINE, Obsolete, RefusalKind, Request};
 use cairn_store::{SnapshotRef, SnapshotState};
 use seeded_rng::Rng;
 use support::backend::{Backend, IMAGE, Options, Site};
@@ -24,9 +24,13 @@ struct Target {
 
 impl Target {
     fn new() -> Target {
+        Target::with(&[])
+    }
+
+    fn with(extra: &[&str]) -> Target {
         let site = Site::new();
         repository::create(&site.store(), IMAGE, 64 << 10, 4 << 20);
-        let options = Options::new(&site).with(&["--commit-retry", "600"]);
+        let options = Options::new(&site).with(&["--commit-retry", "600"]).with(extra);
         Target { backend: Backend::start(&options), site }
     }
 
@@ -125,6 +129,71 @@ fn a_guest_gets_only_what_is_its_own() {
     assert_eq!(guest.status().image, IMAGE);
     let accepted = guest.checkpoint().expect("a guest may take a checkpoint");
     assert!(guest.list().iter().any(|line| line.snapshot == accepted.snapshot));
+}
+
+#[test]
+fn the_metadata_of_a_checkpoint_is_kept_and_odd_metadata_is_refused() {
+    let target = Target::new();
+    let set = |key: &str, value: &str| Checkpoint {
+        metadata: [(key.to_owned(), value.to_owned())].into(),
+        ..Checkpoint::default()
+    };
+    let long = "x".repeat(257);
+    let mut guest = target.backend.guest();
+    for (key, value) in [("a b", "x"), ("", "x"), ("a", "x\ny"), ("a", &*long)] {
+        let refusal = guest.checkpoint_with(set(key, value)).expect_err("odd metadata");
+        assert_eq!(refusal.kind, RefusalKind::Invalid, "{refusal:?}");
+    }
+    let many = (0..17).map(|key| (format!("k{key}"), String::new())).collect();
+    let many = Checkpoint { metadata: many, ..Checkpoint::default() };
+    assert_eq!(guest.checkpoint_with(many).expect_err("too many").kind, RefusalKind::Invalid);
+    let number = guest.checkpoint_with(set("step", "4 ü")).expect("good metadata").number;
+    let mut control = target.backend.control();
+    let of_host = control.checkpoint_with(set("step", "5")).expect("good metadata").number;
+    control.wait_until_quiet();
+    let found = repository::snapshot(&target.site.store(), IMAGE, number);
+    assert_eq!((found.metadata.get("step"), found.is_from_guest), (Some("4 ü"), true));
+    let found = repository::snapshot(&target.site.store(), IMAGE, of_host);
+    assert_eq!((found.metadata.get("step"), found.is_from_guest), (Some("5"), false));
+}
+
+/// Asks to give snapshots up, and returns their names.
+fn give_up(control: &mut Control, which: Obsolete) -> Result<Vec<String>, RefusalKind> {
+    match control.ask(&Request::Obsolete(which)).expect("an answer") {
+        Event::Marked(marked) => Ok(marked.snapshots),
+        Event::Error(refusal) => Err(refusal.kind),
+        other => panic!("it was answered with {other:?}"),
+    }
+}
+
+#[test]
+fn a_guest_gives_up_only_what_it_has_taken_itself_and_only_if_the_host_allows_it() {
+    let one = |number| Obsolete { number: Some(number), keep_last: None };
+    let last = |count| Obsolete { number: None, keep_last: Some(count) };
+    let target = Target::new();
+    let mut guest = target.backend.guest();
+    let number = guest.stable_checkpoint();
+    assert_eq!(give_up(&mut guest, one(number)), Err(RefusalKind::Denied));
+    assert_eq!(give_up(&mut guest, last(1)), Err(RefusalKind::Denied));
+
+    let target = Target::with(&["--guest-may-remove"]);
+    let (mut guest, mut host) = (target.backend.guest(), target.backend.control());
+    let own: Vec<u64> = (0..3).map(|_| guest.stable_checkpoint()).collect();
+    let of_host = host.stable_checkpoint();
+    let name = |number: u64| format!("{IMAGE}@{number}");
+    assert_eq!(give_up(&mut guest, one(1)), Err(RefusalKind::Denied), "it was imported");
+    assert_eq!(give_up(&mut guest, one(of_host)), Err(RefusalKind::Denied));
+    assert_eq!(give_up(&mut guest, one(99)), Err(RefusalKind::Invalid));
+    for wrong in [last(0), Obsolete::default(), Obsolete { number: Some(1), keep_last: Some(1) }] {
+        assert_eq!(give_up(&mut guest, wrong), Err(RefusalKind::Invalid), "{wrong:?}");
+    }
+    assert_eq!(give_up(&mut guest, one(own[0])), Ok(vec![name(own[0])]));
+    assert_eq!(give_up(&mut guest, last(1)), Ok(vec![name(own[1])]), "one was marked before");
+    assert_eq!(give_up(&mut guest, last(1)), Ok(vec![]));
+    let store = target.site.store();
+    let is_marked = |number| repository::snapshot(&store, IMAGE, number).is_obsolete;
+    let marked: Vec<u64> = (1..=of_host).filter(|number| is_marked(*number)).collect();
+    assert_eq!(marked, own[..2]);
 }
 
 #[test]

@@ -58,6 +58,8 @@ fn a_pending_snapshot_of_a_lost_mirror_does_not_stop_the_next_one() {
     let new = NewSnapshot {
         number,
         label: None,
+        metadata: cairn_store::Metadata::default(),
+        is_from_guest: false,
         size: attachment.geometry().size(),
         consistency: Consistency::Crash,
         time: 0,

@@ -132,7 +132,7 @@ pub(crate) fn run(site: &Site, args: &Args) -> Result<Report> {
 fn fill(data: &Path, snapshots: u64) -> Result<()> {
     let store = CatalogStore::open(data)?;
     let documents = store.documents();
-    let mut change = Change::default().put("schema", &3);
+    let mut change = Change::default().put("schema", &4);
     for number in 0..snapshots / SNAPSHOTS_OF_IMAGE {
         let id = format!("{:032x}", u128::from(number) << 64 | 1);
         change = change.put(format!("images/image-{number:08}"), &image(&id));
@@ -168,6 +168,8 @@ fn image(id: &str) -> Value {
             "snapshots": SNAPSHOTS_OF_IMAGE,
             "with_content": SNAPSHOTS_OF_IMAGE,
             "newest": SNAPSHOTS_OF_IMAGE,
+            "pinned": 0,
+            "obsolete": 0,
             "highest": SNAPSHOTS_OF_IMAGE,
         },
     })
@@ -180,7 +182,12 @@ fn snapshot(number: u64) -> Value {
         "size": 1_u64 << 30,
         "root": null,
         "time": 1_700_000_000 + number,
-        "label": (number == SNAPSHOTS_OF_IMAGE).then_some("last"),
+        "labels": (number == SNAPSHOTS_OF_IMAGE).then_some("last").as_slice(),
+        "is_pinned": false,
+        "metadata": {},
+        "is_from_guest": false,
+        "is_obsolete": false,
+        "edits": 0,
         "state": "stable",
         "consistency": "crash",
         "dirty_bytes": 1 << 20,

@@ -11,10 +11,11 @@ use cairn_agent::{
     Request, Stats, Status, Wait,
 };
 use cairn_store::ImageName;
+use cairn_store::metadata::parse_pair;
 use serde_json::json;
 
 use crate::args::Style;
-use crate::failure::{Exit, Failure, Outcome};
+use crate::failure::{Doing, Exit, Failure, Outcome};
 use crate::output::{Align, Table, or_dash, print, print_fields, print_json};
 
 /// How long `status`, `stats` and a checkpoint that waits for *accepted* wait for their answer.
@@ -28,14 +29,18 @@ const RECONNECT_INTERVAL: Duration = Duration::from_millis(100);
 
 pub(crate) fn checkpoint(
     socket: &Path,
-    label: Option<String>,
+    (label, metadata): (Option<String>, &[String]),
     wait: Wait,
     timeout: Option<Duration>,
     style: Style,
 ) -> Outcome {
     let doing = || format!("taking a checkpoint through {}", socket.display());
+    let metadata = metadata.iter().map(|pair| parse_pair(pair)).collect::<Result<Vec<_>, _>>();
+    let metadata = metadata.doing(doing)?.into_iter();
+    let metadata = metadata.map(|(key, value)| (key.to_owned(), value.to_owned())).collect();
     let default = if wait == Wait::Stable { STABLE_TIMEOUT } else { TIMEOUT };
-    let request = Request::Checkpoint(Checkpoint { label, consistency: Consistency::Crash, wait });
+    let consistency = Consistency::Crash;
+    let request = Request::Checkpoint(Checkpoint { label, consistency, wait, metadata });
     let mut client = Client::connect(socket, timeout.unwrap_or(default), doing)?;
     let event = client.ask(&request, wait)?;
     let snapshot = match &event {

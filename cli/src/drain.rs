@@ -119,6 +119,8 @@ mod tests {
             geometry: Geometry::new(1 << 20, 65536).unwrap(),
             created: 0,
             snapshots: 1,
+            pinned: 0,
+            obsolete: 0,
             newest: Some(1),
             origin: None,
             policy: redundancy.into(),

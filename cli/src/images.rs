@@ -1,4 +1,4 @@
-//! Images and snapshots: `create`, `ls`, `show`, `clone`, `resize`, `rm`.
+//! Images and snapshots: `create`, `show`, `clone`, `resize`, `rm`.
 
 use std::path::Path;
 
@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use crate::args::{ImageOptions, Style};
 use crate::control;
 use crate::failure::{Doing, Exit, Failure, Outcome};
-use crate::output::{Align, Listing, or_dash, print, print_fields, print_json};
+use crate::output::{or_dash, print, print_fields, print_json};
 use crate::time::utc;
 
 /// Checks the sizes of a new image.
@@ -87,69 +87,6 @@ pub(crate) fn print_name(snapshot: &Snapshot, style: Style) -> Outcome {
     print(&format!("{}\n", snapshot.name()))
 }
 
-pub(crate) fn ls(repository: &Repository, style: Style) -> Outcome {
-    let heading = [
-        ("IMAGE", Align::Left),
-        ("SIZE", Align::Right),
-        ("CHUNK", Align::Right),
-        ("SNAPSHOTS", Align::Right),
-        ("NEWEST", Align::Right),
-        ("CREATED", Align::Left),
-        ("ORIGIN", Align::Left),
-    ];
-    let mut listing = Listing::new(style, &heading);
-    let row = |image: &Image| {
-        [
-            image.name.to_string(),
-            style.size(image.geometry.size()),
-            style.size(image.geometry.chunk_size().into()),
-            image.snapshots.to_string(),
-            or_dash(image.newest),
-            utc(image.created),
-            or_dash(image.origin.as_ref()),
-        ]
-    };
-    let each = |image| {
-        listing.add(|| image_json(&image), || row(&image));
-        Ok(())
-    };
-    repository.catalog().each_image(each).doing(|| "listing the images".into())?;
-    listing.end()
-}
-
-pub(crate) fn ls_image(repository: &Repository, image: &ImageName, style: Style) -> Outcome {
-    let heading = [
-        ("SNAPSHOT", Align::Left),
-        ("STATE", Align::Left),
-        ("TIME", Align::Left),
-        ("CHANGED", Align::Right),
-        ("STORED", Align::Right),
-        ("PAUSE", Align::Right),
-        ("CONSISTENCY", Align::Left),
-        ("LABEL", Align::Left),
-    ];
-    let mut listing = Listing::new(style, &heading);
-    let row = |snapshot: &Snapshot| {
-        [
-            snapshot.name().to_string(),
-            snapshot.state.to_string(),
-            utc(snapshot.time),
-            style.size(snapshot.dirty_bytes),
-            style.size(snapshot.stored_bytes),
-            format!("{} us", snapshot.pause_us),
-            snapshot.consistency.to_string(),
-            or_dash(snapshot.label.as_ref()),
-        ]
-    };
-    let each = |snapshot| {
-        listing.add(|| snapshot_json(&snapshot), || row(&snapshot));
-        Ok(())
-    };
-    let doing = || format!("listing the snapshots of image '{image}'");
-    repository.catalog().each_snapshot(image, each).doing(doing)?;
-    listing.end()
-}
-
 pub(crate) fn show(repository: &Repository, name: &SnapshotRef, style: Style) -> Outcome {
     let doing = || format!("showing {name}");
     let snapshot = repository.catalog().resolve(name).doing(doing)?;
@@ -170,7 +107,11 @@ pub(crate) fn show(repository: &Repository, name: &SnapshotRef, style: Style) ->
     }
     print_fields(&[
         ("snapshot", snapshot.name().to_string()),
-        ("label", or_dash(snapshot.label)),
+        ("labels", or_dash(joined(&snapshot.labels))),
+        ("pinned", if snapshot.is_pinned { "yes" } else { "no" }.into()),
+        ("metadata", or_dash(joined(&metadata(&snapshot)))),
+        ("taken by", if snapshot.is_from_guest { "the guest" } else { "the host" }.into()),
+        ("obsolete", if snapshot.is_obsolete { "yes" } else { "no" }.into()),
         ("state", snapshot.state.to_string()),
         ("reason", or_dash(snapshot.reason)),
         ("parent", or_dash(snapshot.parent)),
@@ -250,13 +191,25 @@ pub(crate) fn rm(
     print(&format!("removed {removed}; its data stays until garbage collection\n"))
 }
 
-fn image_json(image: &Image) -> Value {
+/// The metadata of a snapshot, as `key=value`.
+pub(crate) fn metadata(snapshot: &Snapshot) -> Vec<String> {
+    snapshot.metadata.iter().map(|(key, value)| format!("{key}={value}")).collect()
+}
+
+/// These texts in one; `None` if there are none.
+pub(crate) fn joined(texts: &[String]) -> Option<String> {
+    (!texts.is_empty()).then(|| texts.join(", "))
+}
+
+pub(crate) fn image_json(image: &Image) -> Value {
     json!({
         "name": image.name.as_str(),
         "size": image.geometry.size(),
         "chunk_size": image.geometry.chunk_size(),
         "created": image.created,
         "snapshots": image.snapshots,
+        "pinned": image.pinned,
+        "obsolete": image.obsolete,
         "newest": image.newest,
         "origin": image.origin,
         "redundancy": image.policy.redundancy.to_string(),
@@ -264,7 +217,7 @@ fn image_json(image: &Image) -> Value {
     })
 }
 
-fn snapshot_json(snapshot: &Snapshot) -> Value {
+pub(crate) fn snapshot_json(snapshot: &Snapshot) -> Value {
     json!({
         "snapshot": snapshot.name().to_string(),
         "image": snapshot.image.as_str(),
@@ -276,7 +229,11 @@ fn snapshot_json(snapshot: &Snapshot) -> Value {
         "chunk_size": snapshot.geometry.chunk_size(),
         "redundancy": snapshot.policy.redundancy.to_string(),
         "compression": snapshot.policy.compression.to_string(),
-        "label": snapshot.label,
+        "labels": snapshot.labels,
+        "pinned": snapshot.is_pinned,
+        "metadata": snapshot.metadata,
+        "from_guest": snapshot.is_from_guest,
+        "obsolete": snapshot.is_obsolete,
         "state": snapshot.state.as_str(),
         "consistency": snapshot.consistency.as_str(),
         "dirty_bytes": snapshot.dirty_bytes,

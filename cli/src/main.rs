@@ -2,7 +2,7 @@
 //! disk, and prints the result.
 //!
 //! ```text
-//! args ──► images, mirrors, import, export, verify ──► cairn-store
+//! args ──► images, ls, names, policy, mirrors, import, export, verify ──► cairn-store
 //!      ├─► serve, supervise, peers, keys ────────────► cairn-store's servers and cluster
 //!      └─► control ──► socket of cairn-blk
 //! ```
@@ -16,9 +16,12 @@ mod failure;
 mod images;
 mod import;
 mod keys;
+mod ls;
 mod mirrors;
+mod names;
 mod output;
 mod peers;
+mod policy;
 mod progress;
 mod serve;
 mod service;
@@ -80,8 +83,7 @@ fn run(cli: Cli) -> Outcome {
             let options = import::Options { chunk_size: options.chunk_size, note, style };
             import::import(&repository, &file, &image, &options)
         }
-        Command::Ls { image: None } => images::ls(&open()?, style),
-        Command::Ls { image: Some(image) } => images::ls_image(&open()?, &image, style),
+        Command::Ls(args) => ls::ls(&open()?, &args, style),
         Command::Show { snapshot } => images::show(&open()?, &snapshot, style),
         Command::Clone { snapshot, image } => images::clone(&open()?, &snapshot, &image, style),
         Command::Resize { image, size, control } => {
@@ -91,10 +93,21 @@ fn run(cli: Cli) -> Outcome {
             export::export(&open()?, &snapshot, &file, force, style)
         }
         Command::Rm { name, force } => images::rm(&open()?, &name, force, style),
+        Command::Tag { snapshot, label, remove } => {
+            names::tag(&open()?, &snapshot, label, remove, style)
+        }
+        Command::Pin { snapshot } => names::pin(&open()?, &snapshot, true, style),
+        Command::Unpin { snapshot } => names::pin(&open()?, &snapshot, false, style),
+        Command::Meta { snapshot, set, unset } => {
+            names::meta(&open()?, &snapshot, &set, unset, style)
+        }
+        Command::Policy(command) => policy::run(&open()?, &command, style),
+        Command::Prune { scope, dry_run } => policy::prune(&open()?, &scope, dry_run, style),
         Command::Mirrors { forget: None } => mirrors::list(&open()?, style),
         Command::Mirrors { forget: Some(id) } => mirrors::forget(&open()?, &id, style),
-        Command::Checkpoint { control, label, wait, timeout } => {
-            control::checkpoint(&control.socket, label, wait.into(), timeout, style)
+        Command::Checkpoint { control, label, set_meta, wait, timeout } => {
+            let names = (label, &set_meta[..]);
+            control::checkpoint(&control.socket, names, wait.into(), timeout, style)
         }
         Command::Status { control } => control::status(&control.socket, style),
         Command::Serve(args) => serve::serve(&args, &access, style),

@@ -31,6 +31,41 @@ pub(crate) fn parse_interval(text: &str) -> Result<Interval, String> {
     }
 }
 
+/// Parses an age such as `7d`, in seconds: a number with a suffix s, m, h, d or w.
+pub(crate) fn parse_age(text: &str) -> Result<u64, String> {
+    const WEEK: (char, u64) = ('w', 7 * 86_400);
+    /// Ages beyond this one are mistakes: about 300 years.
+    const LIMIT: u64 = 10_000_000_000;
+    let units = UNITS.iter().chain([&WEEK]);
+    let parsed = units.filter_map(|(suffix, seconds)| {
+        let number = text.strip_suffix(*suffix)?;
+        let is_plain = !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit());
+        number.parse::<u64>().ok().filter(|_| is_plain)?.checked_mul(*seconds)
+    });
+    let age = parsed.into_iter().next().filter(|age| (1..LIMIT).contains(age));
+    age.ok_or_else(|| {
+        "expected a number of 1 or more with a suffix s, m, h, d or w, such as 7d".into()
+    })
+}
+
+/// Parses an offset from UTC such as `+05:30`, in minutes.
+pub(crate) fn parse_utc_offset(text: &str) -> Result<i16, String> {
+    let parse = || {
+        let (sign, rest) = match text.strip_prefix('-') {
+            Some(rest) => (-1, rest),
+            None => (1, text.strip_prefix('+')?),
+        };
+        let (hours, minutes) = rest.split_once(':')?;
+        let number = |part: &str| {
+            let is_plain = part.len() == 2 && part.bytes().all(|byte| byte.is_ascii_digit());
+            part.parse::<i16>().ok().filter(|_| is_plain)
+        };
+        let (hours, minutes) = (number(hours)?, number(minutes)?);
+        (hours <= 14 && minutes < 60).then_some(sign * (hours * 60 + minutes))
+    };
+    parse().ok_or_else(|| "expected an offset from UTC such as +01:00 or -05:30".into())
+}
+
 /// Formats the time from `then` to `now`, both in seconds since 1970, such as `3 d ago`.
 pub(crate) fn ago(then: u64, now: u64) -> String {
     // The clocks of two machines differ.
@@ -69,7 +104,7 @@ fn date(days: u64) -> (u64, u64, u64) {
 mod tests {
     use std::time::Duration;
 
-    use super::{Interval, ago, parse_interval, utc};
+    use super::{Interval, ago, parse_age, parse_interval, parse_utc_offset, utc};
 
     #[test]
     fn intervals_have_units_and_can_be_off() {
@@ -88,6 +123,22 @@ mod tests {
         }
         for bad in ["", "d", "-1d", "1w", "never", "1e99", "nan", "inf", "1 d", "5é"] {
             assert!(parse_interval(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn an_age_needs_a_unit_and_an_offset_a_sign() {
+        for (text, age) in [("1s", 1), ("90m", 5400), ("7d", 604_800), ("2w", 1_209_600)] {
+            assert_eq!(parse_age(text), Ok(age), "{text}");
+        }
+        for bad in ["", "7", "d", "0d", "-1d", "+1d", "1.5d", "7 d", "7D", "99999999999w", "1y"] {
+            assert!(parse_age(bad).is_err(), "{bad}");
+        }
+        for (text, minutes) in [("+00:00", 0), ("-00:30", -30), ("+14:00", 840), ("-05:30", -330)] {
+            assert_eq!(parse_utc_offset(text), Ok(minutes), "{text}");
+        }
+        for bad in ["", "1", "+1", "01:00", "+1:00", "+15:00", "+01:60", "+01:-1", "Z", "+0a:00"] {
+            assert!(parse_utc_offset(bad).is_err(), "{bad}");
         }
     }
 

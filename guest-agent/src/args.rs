@@ -28,6 +28,12 @@ pub(crate) enum Command {
     Status(Query),
     /// List the snapshots of the disk's image, oldest first
     List(Query),
+    /// Tell the host that a snapshot of the disk, taken from inside the guest, is not needed any more
+    #[command(after_help = "The host removes it at its next prune, unless it is pinned, its last \
+                            stable snapshot, or kept by the host's policy. The host must run \
+                            cairn-blk with --guest-may-remove.\n\n\
+                            Example:\n  cairn-agent obsolete 3")]
+    Obsolete(ObsoleteOptions),
 }
 
 #[derive(Debug, Args)]
@@ -48,6 +54,15 @@ pub(crate) struct CheckpointOptions {
     /// A second name for the snapshot, unique in its image
     #[arg(long, value_parser = label)]
     pub(crate) label: Option<String>,
+
+    /// A value that is kept with the snapshot; repeatable
+    #[arg(long, value_name = "KEY=VALUE", value_parser = pair)]
+    pub(crate) set_meta: Vec<(String, String)>,
+
+    /// Once the snapshot is stable, tell the host that all but the last N snapshots taken from inside
+    /// the guest are not needed any more. Implies --wait stable
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) keep_last: Option<u64>,
 
     /// When to return: when the checkpoint is accepted, or when the snapshot is durable in the
     /// repository, however long that takes
@@ -73,6 +88,16 @@ impl CheckpointOptions {
             Consistency::Filesystem
         }
     }
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ObsoleteOptions {
+    /// The snapshot's number
+    #[arg(value_name = "NUMBER", value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) number: u64,
+
+    #[command(flatten)]
+    pub(crate) query: Query,
 }
 
 #[derive(Debug, Args)]
@@ -141,6 +166,13 @@ fn label(text: &str) -> Result<String, String> {
         .to_owned())
 }
 
+/// Parses `KEY=VALUE`. The host checks both.
+fn pair(text: &str) -> Result<(String, String), String> {
+    let parts = text.split_once('=').filter(|(key, _)| !key.is_empty());
+    let (key, value) = parts.ok_or("write it as KEY=VALUE")?;
+    Ok((key.to_owned(), value.to_owned()))
+}
+
 #[cfg(test)]
 mod tests {
     use cairn_agent::{Consistency, DEFAULT_PORT};
@@ -189,6 +221,16 @@ mod tests {
     fn a_freeze_without_a_time_limit_is_refused() {
         assert!(checkpoint("--timeout 0").is_err());
         assert!(checkpoint("--timeout 1").is_ok());
+    }
+
+    #[test]
+    fn metadata_is_a_key_and_a_value() {
+        let options = checkpoint("--set-meta step=4 --set-meta a=b=c --keep-last 2").unwrap();
+        let set = [("step", "4"), ("a", "b=c")].map(|(key, value)| (key.into(), value.into()));
+        assert_eq!(options.set_meta, set);
+        assert!(checkpoint("--set-meta step").is_err());
+        assert!(checkpoint("--set-meta =4").is_err());
+        assert!(checkpoint("--keep-last 0").is_err());
     }
 
     #[test]

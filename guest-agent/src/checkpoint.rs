@@ -3,7 +3,7 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-use cairn_agent::{Accepted, Checkpoint, Event, Follow, Request, Stable, Wait};
+use cairn_agent::{Accepted, Checkpoint, Event, Follow, Obsolete, Request, Stable, Wait};
 
 use crate::args::CheckpointOptions;
 use crate::connection::{Connection, Deadline};
@@ -13,11 +13,13 @@ use crate::freeze::Freezer;
 use crate::{report, sys};
 
 pub(crate) fn run(options: &CheckpointOptions) -> Result<(), Error> {
-    let wait = Wait::from(options.wait);
+    // Nothing older is given up before the new snapshot is safe.
+    let wait = options.keep_last.map_or(Wait::from(options.wait), |_| Wait::Stable);
     let request = Request::Checkpoint(Checkpoint {
         label: options.label.clone(),
         consistency: options.consistency(),
         wait,
+        metadata: options.set_meta.iter().cloned().collect(),
     });
     let limit = options.disks.timeout();
 
@@ -46,13 +48,21 @@ pub(crate) fn run(options: &CheckpointOptions) -> Result<(), Error> {
                 Wait::Accepted => None,
                 Wait::Stable => Some(await_stable(connection, &accepted)?),
             };
+            let marked = options.keep_last.map(|keep| mark_older(connection, keep, limit));
+            let (obsolete, failed) = match marked.transpose() {
+                Ok(obsolete) => (obsolete, None),
+                Err(error) => (None, Some(error)),
+            };
             let taken = report::Taken {
                 disk: connection.endpoint().to_string(),
                 frozen_us: frozen.map(|time| time.as_micros() as u64),
                 accepted,
                 stable,
+                obsolete,
             };
-            Ok(report::checkpoint(&taken, options.json)?)
+            // The checkpoint is there, whatever became of the older ones.
+            report::checkpoint(&taken, options.json)?;
+            failed.map_or(Ok(()), Err)
         });
         errors.note(outcome);
     }
@@ -78,6 +88,22 @@ fn request_all(
         }
     };
     connections.iter_mut().zip(asked).map(answer).collect()
+}
+
+/// Marks all but the last `keep_last` snapshots that were taken from inside the guest as obsolete.
+/// Returns their names.
+fn mark_older(
+    connection: &mut Connection,
+    keep_last: u64,
+    limit: Duration,
+) -> Result<Vec<String>, Error> {
+    let request = Obsolete { keep_last: Some(keep_last), number: None };
+    let deadline = Deadline::after(limit);
+    connection.send(&Request::Obsolete(request), deadline)?;
+    match connection.receive(Some(deadline))? {
+        Event::Marked(marked) => Ok(marked.snapshots),
+        other => Err(connection.unexpected(other)),
+    }
 }
 
 /// How long a process that has ended may take to be replaced.

@@ -14,6 +14,8 @@
 //! The same messages travel over the host's control socket and over virtio-vsock. The guest may use
 //! fewer of them: see [`Request::allowed_from_guest`].
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 
 /// The version of this protocol, part of [`Status`]. It is raised only for a change that breaks old
@@ -45,6 +47,9 @@ pub enum Request {
     Status,
     /// Lists the snapshots of the disk's image, oldest first.
     List,
+    /// Marks snapshots that were taken from inside the guest as obsolete. For a guest only if the host
+    /// allows that.
+    Obsolete(Obsolete),
     /// Reads the counters since the start of the process. For the host only.
     Stats,
     /// Grows the disk to the size that its image has in the catalog. For the host only.
@@ -60,6 +65,7 @@ enum ReceivedRequest {
     Follow(Follow),
     Status {},
     List {},
+    Obsolete(Obsolete),
     Stats {},
     Resize {},
 }
@@ -71,6 +77,7 @@ impl From<ReceivedRequest> for Request {
             ReceivedRequest::Follow(follow) => Request::Follow(follow),
             ReceivedRequest::Status {} => Request::Status,
             ReceivedRequest::List {} => Request::List,
+            ReceivedRequest::Obsolete(obsolete) => Request::Obsolete(obsolete),
             ReceivedRequest::Stats {} => Request::Stats,
             ReceivedRequest::Resize {} => Request::Resize,
         }
@@ -81,7 +88,11 @@ impl Request {
     /// Returns whether a guest may send this request over vsock.
     pub fn allowed_from_guest(&self) -> bool {
         match self {
-            Request::Checkpoint(_) | Request::Follow(_) | Request::Status | Request::List => true,
+            Request::Checkpoint(_)
+            | Request::Follow(_)
+            | Request::Status
+            | Request::List
+            | Request::Obsolete(_) => true,
             Request::Stats | Request::Resize => false,
         }
     }
@@ -100,6 +111,22 @@ pub struct Checkpoint {
     /// The event that ends the exchange.
     #[serde(default)]
     pub wait: Wait,
+    /// What the client says about the snapshot: values under keys.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub metadata: BTreeMap<String, String>,
+}
+
+/// The parameters of [`Request::Obsolete`]: one of the two.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Obsolete {
+    /// The number of the snapshot to mark.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub number: Option<u64>,
+    /// How many of the snapshots that were taken from inside the guest are not marked: the newest.
+    /// All older ones among the last [`MAX_LISTED`] snapshots of the image are marked.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub keep_last: Option<u64>,
 }
 
 /// The parameters of [`Request::Follow`].
@@ -149,6 +176,8 @@ pub enum Event {
     Status(Status),
     /// The answer to [`Request::List`].
     Snapshots(Snapshots),
+    /// The answer to [`Request::Obsolete`].
+    Marked(Marked),
     /// The answer to [`Request::Stats`].
     Stats(Stats),
     /// The answer to [`Request::Resize`].
@@ -327,6 +356,13 @@ pub struct SnapshotLine {
     pub time: u64,
 }
 
+/// The content of [`Event::Marked`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Marked {
+    /// The snapshots that the request has marked: `image@number`.
+    pub snapshots: Vec<String>,
+}
+
 /// The content of [`Event::Stats`]. All counters start at 0 with the process.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stats {
@@ -426,6 +462,7 @@ mod tests {
             label: Some("before-upgrade".into()),
             consistency: Consistency::Filesystem,
             wait: Wait::Stable,
+            ..Checkpoint::default()
         });
         let line = serde_json::to_string(&request).unwrap();
         assert_eq!(

@@ -9,7 +9,7 @@
 
 use std::process::ExitCode;
 
-use cairn_agent::{Event, Request};
+use cairn_agent::{Event, Obsolete, Request};
 use clap::Parser;
 
 use args::{Arguments, Command, Query};
@@ -31,6 +31,10 @@ fn main() -> ExitCode {
         Command::Checkpoint(options) => checkpoint::run(&options),
         Command::Status(query) => ask(&query, &Request::Status),
         Command::List(query) => ask(&query, &Request::List),
+        Command::Obsolete(options) => {
+            let request = Obsolete { number: Some(options.number), keep_last: None };
+            ask(&options.query, &Request::Obsolete(request))
+        }
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
@@ -50,6 +54,7 @@ fn ask(query: &Query, request: &Request) -> Result<(), Error> {
         match connection.receive(Some(deadline))? {
             Event::Status(status) => report::status(&status, query.json)?,
             Event::Snapshots(list) => report::snapshots(&list, query.json)?,
+            Event::Marked(marked) => report::marked(&marked, query.json)?,
             other => return Err(connection.unexpected(other)),
         }
     }

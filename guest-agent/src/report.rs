@@ -2,7 +2,7 @@
 
 use std::io::{self, Write};
 
-use cairn_agent::{Accepted, Snapshots, Stable, Status};
+use cairn_agent::{Accepted, Marked, Snapshots, Stable, Status};
 use serde::Serialize;
 
 /// A checkpoint of one disk, as `--json` prints it.
@@ -16,6 +16,9 @@ pub(crate) struct Taken {
     pub(crate) accepted: Accepted,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) stable: Option<Stable>,
+    /// The snapshots that were marked as obsolete.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) obsolete: Option<Vec<String>>,
 }
 
 pub(crate) fn checkpoint(taken: &Taken, json: bool) -> io::Result<()> {
@@ -62,6 +65,13 @@ pub(crate) fn snapshots(list: &Snapshots, json: bool) -> io::Result<()> {
         print(&format!("{}\t{}\t{}\t{label}", line.snapshot, utc(line.time), line.state))?;
     }
     Ok(())
+}
+
+pub(crate) fn marked(marked: &Marked, json: bool) -> io::Result<()> {
+    if json {
+        return print_json(marked);
+    }
+    marked.snapshots.iter().try_for_each(|name| print(&format!("{name} is marked as obsolete")))
 }
 
 fn print_json(value: &impl Serialize) -> io::Result<()> {

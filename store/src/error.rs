@@ -237,6 +237,49 @@ pub enum Error {
         /// `image@number`.
         name: String,
     },
+    /// The snapshot is kept from removal.
+    #[error("{name} is pinned; to remove it, run `cairn unpin {name}` first")]
+    Pinned {
+        /// `image@number`.
+        name: String,
+    },
+    /// The image has snapshots that are kept from removal.
+    #[error(
+        "image '{image}' has pinned snapshots ({pinned}); `cairn ls {image} --pinned` lists them, and \
+         `cairn unpin` releases them"
+    )]
+    HasPinned {
+        /// The image's name.
+        image: String,
+        /// How many there are.
+        pinned: u64,
+    },
+    /// The snapshot does not have the label.
+    #[error("{name} has no label '{label}'; `cairn show {name}` shows its labels")]
+    NoLabel {
+        /// `image@number`.
+        name: String,
+        /// The label.
+        label: String,
+    },
+    /// A guest may give up only what it has asked for.
+    #[error("{name} was not taken from inside the guest, so the guest cannot mark it as obsolete")]
+    NotFromGuest {
+        /// `image@number`.
+        name: String,
+    },
+    /// No image is in the folder.
+    #[error("no image is in '{folder}'; `cairn ls` lists all images")]
+    EmptyFolder {
+        /// The folder, with a slash at its end.
+        folder: String,
+    },
+    /// The images have no policy of their own.
+    #[error("no policy is set on '{scope}'; `cairn policy show` lists all policies")]
+    NoPolicy {
+        /// An image, a folder with a slash at its end, or `/`.
+        scope: String,
+    },
     /// The snapshot's state does not allow the operation.
     #[error("snapshot {name} is {state}{}", reason.as_ref().map(|r| format!(": {r}")).unwrap_or_default())]
     WrongState {
@@ -619,6 +662,7 @@ impl Error {
             | Error::TooLarge { .. }
             | Error::NotEmpty { .. }
             | Error::NotPermitted { .. }
+            | Error::NotFromGuest { .. }
             | Error::OtherPeer { .. }
             | Error::NoCluster
             | Error::NotARepository { .. }
@@ -630,6 +674,9 @@ impl Error {
             | Error::NoSnapshot { .. }
             | Error::UnknownParent { .. }
             | Error::NoPeer { .. }
+            | Error::EmptyFolder { .. }
+            | Error::NoLabel { .. }
+            | Error::NoPolicy { .. }
             | Error::NoMirror { .. } => ErrorKind::NotFound,
             Error::ImageExists { .. }
             | Error::SnapshotExists { .. }
@@ -640,6 +687,8 @@ impl Error {
             | Error::Fenced { .. }
             | Error::Referenced { .. }
             | Error::OnlyStable { .. }
+            | Error::Pinned { .. }
+            | Error::HasPinned { .. }
             | Error::RepairRuns
             | Error::OlderCatalog { .. }
             | Error::Unlisted { .. }

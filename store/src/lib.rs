@@ -23,7 +23,7 @@
 //!
 //! | module | is |
 //! |---|---|
-//! | `id`, `error`, `geometry`, `name`, `clock`, `process`, `sys`, `buffers`, `zero` | basics |
+//! | `id`, `error`, `geometry`, `name`, `metadata`, `clock`, `process`, `sys`, `buffers`, `zero` | basics |
 //! | `durable` | files on a local disk: segments, data directories, databases |
 //! | [`collection`] | the numbers of collections, which stamp every blob |
 //! | [`encoding`] | how a blob becomes fragments: redundancy, frames, Reed-Solomon, seals |
@@ -32,6 +32,7 @@
 //! | `blobs` | the trait [`Blobs`], and blobs in a directory |
 //! | `tree` | Merkle trees over chunk names |
 //! | `snapshot` | what the catalog says about images, snapshots and mirrors |
+//! | [`retention`] | which snapshots a policy keeps: pure functions |
 //! | [`cluster`] | peers and their clients: protocol, placement, membership, repair |
 //! | `catalog` | images, snapshots, mirrors and leases, and their records on peers |
 //! | `repository` | [`Repository`], [`Attachment`] and [`Commit`] |
@@ -55,10 +56,12 @@ pub mod fuzzing;
 mod geometry;
 mod id;
 pub mod maintenance;
+pub mod metadata;
 mod name;
 pub mod net;
 mod process;
 mod repository;
+pub mod retention;
 mod snapshot;
 mod sys;
 #[cfg(test)]
@@ -67,7 +70,10 @@ mod tree;
 mod zero;
 
 pub use blobs::{Blobs, NewBlob};
-pub use catalog::{Catalog, CompletedCollection, LEASE_SECONDS, Rebuilt, SpaceHolder};
+pub use catalog::{
+    AppliedPolicy, Catalog, CompletedCollection, LEASE_SECONDS, MAX_LABELS, Rebuilt, SnapshotEdit,
+    SpaceHolder,
+};
 pub use clock::now;
 pub use cluster::Counters;
 pub use error::{Error, ErrorKind, Result};
@@ -78,7 +84,8 @@ pub use id::{
     BlobId, CatalogId, CertificateSerial, ChunkId, ImageId, InvalidId, LeaseId, MirrorId, NodeId,
     PeerId,
 };
-pub use name::{ImageName, MAX_NAME, Selector, SnapshotRef};
+pub use metadata::Metadata;
+pub use name::{ImageName, MAX_NAME, Scope, Selector, SnapshotRef};
 pub use process::{LockedFile, boot_id, host_name};
 pub use repository::attachment::{Attachment, MAX_RESERVED};
 pub use repository::commit::{ChangedChunks, Commit, LocalCopy, SnapshotCommit};

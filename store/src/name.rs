@@ -1,4 +1,5 @@
-//! Names of images and snapshots, as users write them: `image`, `image@3`, `image@label`.
+//! Names of images and snapshots, as users write them: `image`, `image@3`, `image@label`, and the
+//! prefix `folder/` of all images in a folder.
 
 use std::fmt;
 use std::str::FromStr;
@@ -38,6 +39,63 @@ impl FromStr for ImageName {
             return Ok(Self(text.into()));
         }
         Err(Error::BadName { what: "the name of an image", name: text.into(), rule: IMAGE_RULE })
+    }
+}
+
+/// Some images: one of them, those in a folder, or all.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Scope {
+    /// All images: `/`.
+    All,
+    /// The images whose names begin with this name and a slash, as in `job42/`.
+    Folder(ImageName),
+    /// One image.
+    Image(ImageName),
+}
+
+impl Scope {
+    /// Whether the image is one of them.
+    pub fn contains(&self, image: &ImageName) -> bool {
+        match self {
+            Scope::All => true,
+            Scope::Folder(folder) => {
+                let rest = image.0.strip_prefix(&folder.0);
+                rest.is_some_and(|rest| rest.starts_with('/'))
+            }
+            Scope::Image(one) => one == image,
+        }
+    }
+
+    /// All scopes that contain the image, the smallest first.
+    pub fn all_of(image: &ImageName) -> Vec<Scope> {
+        let slashes = image.0.rmatch_indices('/');
+        let folders = slashes.map(|(at, _)| Scope::Folder(ImageName(image.0[..at].into())));
+        let mut all = vec![Scope::Image(image.clone())];
+        all.extend(folders);
+        all.push(Scope::All);
+        all
+    }
+}
+
+impl fmt::Display for Scope {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Scope::All => f.pad("/"),
+            Scope::Folder(folder) => f.pad(&format!("{folder}/")),
+            Scope::Image(image) => image.fmt(f),
+        }
+    }
+}
+
+impl FromStr for Scope {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text.strip_suffix('/') {
+            Some("") => Ok(Scope::All),
+            Some(folder) => folder.parse().map(Scope::Folder),
+            None => text.parse().map(Scope::Image),
+        }
     }
 }
 
@@ -115,7 +173,7 @@ fn is_number(text: &str) -> bool {
     !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit())
 }
 
-fn is_plain(text: &str) -> bool {
+pub(crate) fn is_plain(text: &str) -> bool {
     (1..=MAX_NAME).contains(&text.len())
         && text.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-'))
         && !text.starts_with(['-', '.'])
@@ -123,7 +181,7 @@ fn is_plain(text: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::{ImageName, Selector, SnapshotRef};
+    use super::{ImageName, Scope, Selector, SnapshotRef};
 
     #[test]
     fn a_reference_names_the_newest_a_number_or_a_label() {
@@ -159,6 +217,25 @@ mod tests {
         assert_eq!("job42/node3".parse::<ImageName>().unwrap().as_str(), "job42/node3");
         for bad in ["@1", "vm@", "vm@0", "vm@a@b", "vm@-x", "vm@99999999999999999999"] {
             assert!(bad.parse::<SnapshotRef>().is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_scope_is_an_image_a_folder_or_all_images() {
+        let image = |text: &str| text.parse::<ImageName>().unwrap();
+        let scope = |text: &str| text.parse::<Scope>().unwrap();
+        let all: Vec<_> = Scope::all_of(&image("a/b/c")).iter().map(ToString::to_string).collect();
+        assert_eq!(all, ["a/b/c", "a/b/", "a/", "/"]);
+        for text in all {
+            assert!(scope(&text).contains(&image("a/b/c")), "{text}");
+            assert_eq!(scope(&text).to_string(), text);
+        }
+        for other in ["a/b", "a/b/c/", "b/", "a/b/c/d", "a/bb/"] {
+            assert!(!scope(other).contains(&image("a/b/c")), "{other}");
+        }
+        assert!(!scope("a/").contains(&image("a")));
+        for bad in ["", "//", "a//", "/a/", "a b/", "*"] {
+            assert!(bad.parse::<Scope>().is_err(), "{bad}");
         }
     }
 

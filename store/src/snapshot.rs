@@ -7,6 +7,7 @@ use crate::encoding::StoragePolicy;
 use crate::error::{Error, Result};
 use crate::geometry::Geometry;
 use crate::id::{ImageId, MirrorId};
+use crate::metadata::Metadata;
 use crate::name::{ImageName, SnapshotRef};
 use crate::process::{LockedFile, boot_id, host_name};
 use crate::tree::Root;
@@ -119,8 +120,16 @@ pub struct Snapshot {
     pub geometry: Geometry,
     /// How its content is stored on peers.
     pub policy: StoragePolicy,
-    /// A second name, unique among the image's snapshots that have not failed.
-    pub label: Option<String>,
+    /// Further names, each unique among the image's snapshots that have not failed.
+    pub labels: Vec<String>,
+    /// Whether it is kept from removal.
+    pub is_pinned: bool,
+    /// What its users say about it.
+    pub metadata: Metadata,
+    /// Whether it was requested from inside the guest.
+    pub is_from_guest: bool,
+    /// Whether its guest does not need it any more.
+    pub is_obsolete: bool,
     /// Its state.
     pub state: SnapshotState,
     /// How consistent its content is.
@@ -168,6 +177,10 @@ pub struct Image {
     pub created: u64,
     /// The number of its snapshots, in any state.
     pub snapshots: u64,
+    /// The number of its pinned snapshots.
+    pub pinned: u64,
+    /// The number of its snapshots that their guests do not need any more.
+    pub obsolete: u64,
     /// The number of its newest snapshot with content.
     pub newest: Option<u64>,
     /// The snapshot that it was cloned from, under its name at that time.
@@ -183,6 +196,10 @@ pub struct NewSnapshot {
     pub number: u64,
     /// A second name, unique among the image's snapshots that have not failed.
     pub label: Option<String>,
+    /// What its user says about it.
+    pub metadata: Metadata,
+    /// Whether it was requested from inside the guest.
+    pub is_from_guest: bool,
     /// The size of the disk.
     pub size: u64,
     /// How consistent the content is.

@@ -12,6 +12,8 @@ fn failure(number: u64) -> (NewSnapshot, String) {
     let new = NewSnapshot {
         number,
         label: None,
+        metadata: cairn_store::Metadata::default(),
+        is_from_guest: false,
         size: 1 << 20,
         consistency: Consistency::Crash,
         time: 0,

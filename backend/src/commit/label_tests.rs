@@ -19,6 +19,8 @@ fn labelled(number: u64) -> NewSnapshot {
     NewSnapshot {
         number,
         label: Some("mine".into()),
+        metadata: cairn_store::Metadata::default(),
+        is_from_guest: false,
         size: 1 << 20,
         consistency: Consistency::Crash,
         time: 0,

@@ -26,7 +26,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use cairn_agent::{Checkpoint, Failed, PendingCommit, Refusal, RefusalKind, is_valid_label};
-use cairn_store::{Consistency, ErrorKind, NewSnapshot, now};
+use cairn_store::{Consistency, ErrorKind, Metadata, NewSnapshot, now};
 use tokio::sync::watch;
 
 use crate::counters::Counters;
@@ -265,12 +265,14 @@ impl Commits {
     }
 
     /// Takes a checkpoint. It holds every write that completed before this call, and no write that
-    /// is submitted after the call returns. `asked` is the time when the request was read. It is
-    /// refused unless `spare` further checkpoints can be taken after it.
+    /// is submitted after the call returns. `asked` is the time when the request was read.
+    ///
+    /// A guest leaves room for a checkpoint of the operator: it is refused unless one further checkpoint
+    /// can be taken after its own.
     pub(crate) fn checkpoint(
         &self,
         request: &Checkpoint,
-        spare: usize,
+        is_from_guest: bool,
         asked: Instant,
     ) -> Result<Arc<Commit>, Refusal> {
         let refuse = |kind, message: &str| Err(Refusal { kind, message: message.into() });
@@ -294,6 +296,13 @@ impl Commits {
                  not start with '-' or '.'",
             );
         }
+        let metadata = match Metadata::try_from(request.metadata.clone()) {
+            Ok(metadata) => metadata,
+            Err(error) => {
+                return Err(Refusal { kind: RefusalKind::Invalid, message: error.to_string() });
+            }
+        };
+        let spare = usize::from(is_from_guest);
         let mut queue = self.queue();
         if queue.closed {
             return refuse(RefusalKind::Busy, "the disk's process is stopping; try again later");
@@ -330,6 +339,8 @@ impl Commits {
         let new = NewSnapshot {
             number,
             label: request.label.clone(),
+            metadata,
+            is_from_guest,
             size: layer.size(),
             consistency: match request.consistency {
                 cairn_agent::Consistency::Crash => Consistency::Crash,

@@ -67,6 +67,8 @@ pub(crate) struct ControlContext {
     pub(crate) counters: Arc<Counters>,
     pub(crate) grower: Arc<Grower>,
     pub(crate) catalog: CatalogLanes,
+    /// Whether the guest may mark its snapshots as obsolete.
+    pub(crate) guest_may_remove: bool,
     /// The limit of the guest's checkpoints, over all its connections.
     pub(crate) guest_checkpoints: Mutex<RateLimit>,
 }

@@ -5,10 +5,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use cairn_agent::{
-    Accepted, Checkpoint, Event, Failed, Follow, MAX_LINE, MAX_LISTED, PROTOCOL_VERSION, Refusal,
-    RefusalKind, Request, Resized, SnapshotLine, Snapshots, Stable, Status, Wait,
+    Accepted, Checkpoint, Event, Failed, Follow, MAX_LINE, MAX_LISTED, Marked, Obsolete,
+    PROTOCOL_VERSION, Refusal, RefusalKind, Request, Resized, SnapshotLine, Snapshots, Stable,
+    Status, Wait,
 };
-use cairn_store::{Selector, SnapshotState, now};
+use cairn_store::{ErrorKind, Selector, SnapshotState, now};
 use tokio::io::{AsyncBufRead, AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
 use tokio::time::timeout;
@@ -18,7 +19,7 @@ use super::catalog_lane::NotAsked;
 use super::{ControlContext, Origin};
 use crate::commit::{Commit, CommitState};
 use crate::grow::GrowError;
-use crate::image::Image;
+use crate::image::{Image, ObsoleteSnapshots};
 
 /// How long it may take to receive or send one line, once it has begun.
 const LINE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -48,7 +49,8 @@ pub(super) async fn serve(
             }
         };
         if origin == Origin::Guest && !request.allowed_from_guest() {
-            let message = "a guest may ask for checkpoint, follow, status and list only".into();
+            let message =
+                "a guest may ask for checkpoint, follow, status, list and obsolete only".into();
             send(&mut writer, &refusal(RefusalKind::Denied, message)).await?;
             continue;
         }
@@ -66,6 +68,9 @@ pub(super) async fn serve(
             }
             Request::Status => send(&mut writer, &Event::Status(status(context))).await?,
             Request::List => send(&mut writer, &list(context, origin).await).await?,
+            Request::Obsolete(request) => {
+                send(&mut writer, &obsolete(context, origin, request).await).await?;
+            }
             Request::Resize => send(&mut writer, &resize(context, origin).await).await?,
             Request::Stats => send(&mut writer, &Event::Stats(context.counters.read())).await?,
         }
@@ -129,14 +134,10 @@ async fn checkpoint(
     request: &Checkpoint,
     asked: Instant,
 ) -> io::Result<()> {
-    // A guest leaves room for a checkpoint of the operator.
-    let spare = match origin {
-        Origin::Host => 0,
-        Origin::Guest => 1,
-    };
-    let commit = match context.commits.checkpoint(request, spare, asked) {
+    let is_from_guest = origin == Origin::Guest;
+    let commit = match context.commits.checkpoint(request, is_from_guest, asked) {
         Err(refused) if is_label_free(context, origin, request, &refused).await => {
-            context.commits.checkpoint(request, spare, asked)
+            context.commits.checkpoint(request, is_from_guest, asked)
         }
         result => result,
     };
@@ -257,6 +258,37 @@ async fn ask_catalog<T: Send + 'static>(
     }
 }
 
+/// Marks snapshots of this image that were taken from inside the guest as obsolete.
+async fn obsolete(context: &Arc<ControlContext>, origin: Origin, request: Obsolete) -> Event {
+    if origin == Origin::Guest && !context.guest_may_remove {
+        let message = "this guest may not give up snapshots; the host allows it with cairn-blk \
+                       --guest-may-remove"
+            .into();
+        return refusal(RefusalKind::Denied, message);
+    }
+    let which = match request {
+        Obsolete { number: Some(number), keep_last: None } => ObsoleteSnapshots::One(number),
+        Obsolete { number: None, keep_last: Some(keep @ 1..) } => ObsoleteSnapshots::AllBut(keep),
+        _ => {
+            let message = "state either 'number', or 'keep_last' of 1 or more".into();
+            return refusal(RefusalKind::Invalid, message);
+        }
+    };
+    let mark = move |image: &Image| Ok(image.mark_obsolete(which, MAX_LISTED));
+    match ask_catalog(context, origin, mark).await {
+        Err(refused) => refused,
+        Ok(Ok(snapshots)) => Event::Marked(Marked { snapshots }),
+        Ok(Err(error)) => {
+            let kind = match error.kind() {
+                ErrorKind::Invalid => RefusalKind::Denied,
+                ErrorKind::NotFound | ErrorKind::Conflict => RefusalKind::Invalid,
+                ErrorKind::Corrupt | ErrorKind::Unavailable => RefusalKind::Unavailable,
+            };
+            refusal(kind, error.to_string())
+        }
+    }
+}
+
 /// Grows the disk to the size of its image.
 async fn resize(context: &Arc<ControlContext>, origin: Origin) -> Event {
     let shared = context.clone();
@@ -347,7 +379,7 @@ async fn list(context: &Arc<ControlContext>, origin: Origin) -> Event {
             snapshot: snapshot.name().to_string(),
             state: snapshot.state.to_string(),
             time: snapshot.time,
-            label: snapshot.label,
+            label: snapshot.labels.into_iter().next(),
         })
         .collect();
     lines.extend(accepted.into_iter().filter(|new| new.number > last).map(|new| SnapshotLine {

@@ -8,14 +8,14 @@ use crate::mirror::epoch::layer_state::LayerState;
 use crate::mirror::epoch::record::{ChunkCounts, EpochRecord};
 
 /// The size of the part of the header that is used.
-const HEADER: usize = 97 * 8;
+const HEADER: usize = 389 * 8;
 
 /// Flips bits in the record of an epoch that has begun. The first byte chooses the size of the
 /// disk.
 pub fn epoch(mut data: &[u8]) {
     let [size] = take(&mut data);
     let chunks = [1, 64, 100, 5000][usize::from(size % 4)];
-    let mut bytes = [*b"CRNEPOCH", word(3), word(chunks), word(1)].concat();
+    let mut bytes = [*b"CRNEPOCH", word(4), word(chunks), word(1)].concat();
     // The words of the bitmaps, and one more word: bits beyond the last chunk have no meaning.
     let words = chunks.div_ceil(64) as usize;
     let (bitmap, summary) = ((words + 1) * 8, (words.div_ceil(64) + 1) * 8);
@@ -63,6 +63,8 @@ fn check(state: &EpochRecord, chunks: u64) {
     let new = NewSnapshot {
         number,
         label,
+        metadata: state.accepted().map(|new| new.metadata).unwrap_or_default(),
+        is_from_guest: number % 2 == 1,
         size: state.size(),
         consistency: state.accepted().map_or(Consistency::Crash, |new| new.consistency),
         time: number.rotate_left(8),

@@ -16,9 +16,12 @@ static RUNTIME: LazyLock<Runtime> =
     LazyLock::new(|| Builder::new_current_thread().enable_time().build().expect("a runtime"));
 
 /// Messages with every field that a message can have, for the fuzzer to start with.
-const EXAMPLES: [&str; 9] = [
+const EXAMPLES: [&str; 12] = [
     "",
-    r#"{"op":"checkpoint","label":"a","consistency":"filesystem","wait":"stable"}"#,
+    r#"{"op":"checkpoint","label":"a","consistency":"filesystem","wait":"stable","metadata":{"a":"b"}}"#,
+    r#"{"op":"obsolete","keep_last":2}"#,
+    r#"{"op":"obsolete","number":3}"#,
+    r#"{"event":"marked","snapshots":["a@1"]}"#,
     r#"{"op":"stats"}"#,
     r#"{"op":"follow","number":3}"#,
     r#"{"event":"stable","snapshot":"a@1","number":1,"dirty_bytes":0,"stored_bytes":0,"elapsed_ms":0}"#,

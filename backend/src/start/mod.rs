@@ -153,7 +153,7 @@ impl CommitSetup {
         let labels = snapshots
             .into_iter()
             .filter(|one| one.state.has_content())
-            .filter_map(|one| Some((one.label?, one.number)))
+            .flat_map(|one| one.labels.into_iter().map(move |label| (label, one.number)))
             .collect();
         let numbers = image.attachment.resume(&unused.load(), unused.reservation())?;
         Ok(CommitSetup { numbers, labels, resumed, unrecorded })
@@ -165,6 +165,8 @@ fn announced(snapshot: &Snapshot) -> NewSnapshot {
     NewSnapshot {
         number: snapshot.number,
         label: None,
+        metadata: cairn_store::Metadata::default(),
+        is_from_guest: false,
         size: snapshot.geometry.size(),
         consistency: snapshot.consistency,
         time: snapshot.time,
@@ -295,6 +297,7 @@ fn serve(
         counters: counters.clone(),
         grower: grower.clone(),
         catalog: CatalogLanes::start().map_err(serving("starting a thread"))?,
+        guest_may_remove: args.guest_may_remove,
         guest_checkpoints: Mutex::new(RateLimit::new(
             CHECKPOINT_BURST,
             Duration::from_millis(args.guest_checkpoint_interval.into()),

@@ -45,6 +45,9 @@ pub(crate) struct Serve {
     pub(crate) supervisor: SupervisorOptions,
 }
 
+/// The interval between prunes.
+const PRUNE_INTERVAL: Duration = Duration::from_secs(3600);
+
 /// The options of a supervisor.
 #[derive(Clone, Copy, Debug, Args)]
 pub(crate) struct SupervisorOptions {
@@ -55,13 +58,18 @@ pub(crate) struct SupervisorOptions {
     /// Transfer at most this many bytes a second for repair in the background [default: no limit]
     #[arg(long, value_name = "BYTES", value_parser = parse_size)]
     pub(crate) repair_rate: Option<u64>,
+    /// Remove the snapshots that retention policies do not keep once in this time: seconds, or a
+    /// number with a suffix m, h or d; `off` never does [default: 1h]
+    #[arg(long, value_name = "TIME", value_parser = parse_interval)]
+    pub(crate) prune_interval: Option<Interval>,
 }
 
 impl SupervisorOptions {
     /// The settings of a supervisor with these options.
     pub(crate) fn config(&self) -> SupervisorConfig {
         let lost_after = self.lost_after.unwrap_or(Duration::from_secs(900));
-        SupervisorConfig { lost_after, rate: self.repair_rate }
+        let prune_interval = self.prune_interval.unwrap_or(Interval(Some(PRUNE_INTERVAL))).0;
+        SupervisorConfig { lost_after, rate: self.repair_rate, prune_interval }
     }
 }
 

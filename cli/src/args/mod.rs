@@ -1,17 +1,19 @@
 //! The command line.
 
 mod cluster;
+mod names;
 
 use std::path::PathBuf;
 use std::time::Duration;
 
 use cairn_agent::Wait;
 use cairn_store::encoding::{Compression, Redundancy};
-use cairn_store::{ImageName, MirrorId, SnapshotRef};
+use cairn_store::{ImageName, MirrorId, Scope, SnapshotRef};
 use clap::builder::Resettable;
 use clap::{ArgMatches, Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
 
 pub(crate) use self::cluster::{Catalog, Keys, Peers, Serve, SignRole, SupervisorOptions};
+pub(crate) use self::names::{Ls, Policy, Rules, SortBy};
 use crate::size::parse_size;
 use crate::time::{Interval, parse_interval};
 
@@ -51,11 +53,17 @@ pub(crate) struct Cli {
 
 /// The ids of the global options that a command does not use. The command accepts them, so that a
 /// wrapper can pass them to every command. Its help does not show them.
-const UNUSED: [(&str, &[&str]); 12] = [
+const UNUSED: [(&str, &[&str]); 18] = [
     ("create", &["bytes"]),
     ("clone", &["bytes"]),
     ("export", &["bytes"]),
     ("rm", &["bytes"]),
+    ("tag", &["bytes"]),
+    ("pin", &["bytes"]),
+    ("unpin", &["bytes"]),
+    ("meta", &["bytes"]),
+    ("policy", &["bytes"]),
+    ("prune", &["bytes"]),
     ("mirrors", &["bytes"]),
     ("checkpoint", &["store", "keys", "insecure", "bytes"]),
     ("status", &["store", "keys", "insecure"]),
@@ -148,11 +156,14 @@ pub(crate) enum Command {
         options: ImageOptions,
     },
     /// List images, or the snapshots of one
-    #[command(after_help = "Examples:\n  cairn ls\n  cairn ls vm1\n  cairn ls vm1 --json")]
-    Ls {
-        /// List this image's snapshots
-        image: Option<ImageName>,
-    },
+    #[command(
+        after_help = "A listing in the order of names is printed while it is read, however long it is.\n\n\
+                      Examples:\n  cairn ls\n  cairn ls vm1 --json\n  \
+                      cairn ls job42/ --snapshots --newer-than 7d --meta step\n  \
+                      cairn ls --label 'release-*' --sort time --reverse --limit 10\n  \
+                      cairn ls vm1 --limit 100 --after vm1@100"
+    )]
+    Ls(Ls),
     /// Show the properties of a snapshot
     #[command(after_help = "Examples:\n  cairn show vm1\n  cairn show vm1@3\n  \
                             cairn show vm1@before-upgrade")]
@@ -207,6 +218,71 @@ pub(crate) enum Command {
         #[arg(long)]
         force: bool,
     },
+    /// Give a snapshot a label, or take one away
+    #[command(
+        after_help = "A label is a further name of the snapshot, unique in its image. A snapshot has up to \
+                            8 labels.\n\n\
+                            Examples:\n  cairn tag vm1@3 before-upgrade\n  \
+                            cairn tag vm1@3 before-upgrade --remove"
+    )]
+    Tag {
+        /// The snapshot
+        snapshot: SnapshotRef,
+        /// The label
+        label: String,
+        /// Take the label away
+        #[arg(long)]
+        remove: bool,
+    },
+    /// Keep a snapshot: neither a policy nor `cairn rm` removes it
+    #[command(after_help = "Example:\n  cairn pin vm1@3")]
+    Pin {
+        /// The snapshot
+        snapshot: SnapshotRef,
+    },
+    /// Let a pinned snapshot be removed again
+    #[command(after_help = "Example:\n  cairn unpin vm1@3")]
+    Unpin {
+        /// The snapshot
+        snapshot: SnapshotRef,
+    },
+    /// Show or change the metadata of a snapshot: values under keys
+    #[command(after_help = "A snapshot has up to 16 keys, and a value up to 256 bytes.\n\n\
+                            Examples:\n  cairn meta vm1@3\n  cairn meta vm1@3 owner=ann step=40\n  \
+                            cairn meta vm1@3 --unset step")]
+    Meta {
+        /// The snapshot
+        snapshot: SnapshotRef,
+        /// Values to set
+        #[arg(value_name = "KEY=VALUE")]
+        set: Vec<String>,
+        /// A key to remove; repeatable
+        #[arg(long, value_name = "KEY")]
+        unset: Vec<String>,
+    },
+    /// Set, show or remove retention policies
+    #[command(
+        subcommand,
+        after_help = "A policy says which snapshots `cairn prune` keeps. Without one, all are kept.\n\n\
+                      Examples:\n  cairn policy set vm1 --keep-last 2\n  cairn policy show\n  \
+                      cairn policy rm vm1"
+    )]
+    Policy(Policy),
+    /// Remove the snapshots that retention policies do not keep
+    #[command(
+        after_help = "The command says for every snapshot why it stays or goes. It never removes a pinned snapshot, \
+                      the last stable one of an image, the parent of a mirror, or one that is being stored. The \
+                      supervisor of a cluster does the same every hour.\n\n\
+                      Examples:\n  cairn prune --dry-run\n  cairn prune vm1\n  cairn prune job42/ --json"
+    )]
+    Prune {
+        /// The image, or the folder of images with a slash at its end [default: all images]
+        #[arg(value_name = "IMAGE|FOLDER/", default_value = "/", hide_default_value = true)]
+        scope: Scope,
+        /// Print what would be done, and remove nothing
+        #[arg(long)]
+        dry_run: bool,
+    },
     /// List the mirrors that refer to images
     #[command(after_help = "Examples:\n  cairn mirrors\n  \
                             cairn mirrors --forget 0f3b5c8a9d1e4f60b2a7c4d8e9f01234")]
@@ -225,6 +301,9 @@ pub(crate) enum Command {
         /// A second name for the snapshot
         #[arg(long)]
         label: Option<String>,
+        /// A value to keep with the snapshot; repeatable
+        #[arg(long, value_name = "KEY=VALUE")]
+        set_meta: Vec<String>,
         /// Return when the checkpoint is accepted, or when the snapshot is stable
         #[arg(long, value_enum, default_value = "accepted", value_name = "WHAT")]
         wait: WaitFor,
@@ -407,7 +486,10 @@ mod tests {
 
     #[test]
     fn every_command_has_an_example() {
-        for command in Cli::command().get_subcommands() {
+        let all = Cli::command();
+        let policy =
+            all.find_subcommand("policy").into_iter().flat_map(|one| one.get_subcommands());
+        for command in all.get_subcommands().chain(policy) {
             let help = command.get_after_help().map(ToString::to_string).unwrap_or_default();
             assert!(help.contains("cairn") && help.contains("Example"), "{}", command.get_name());
         }

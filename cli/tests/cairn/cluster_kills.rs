@@ -248,6 +248,8 @@ fn new_snapshot(number: u64, attachment: &Attachment) -> NewSnapshot {
     NewSnapshot {
         number,
         label: None,
+        metadata: cairn_store::Metadata::default(),
+        is_from_guest: false,
         size: attachment.geometry().size(),
         consistency: Consistency::Crash,
         time: 0,

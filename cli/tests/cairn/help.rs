@@ -28,6 +28,13 @@ fn help_shows_only_the_global_options_that_a_command_uses() {
         (&["clone"], repository),
         (&["export"], repository),
         (&["rm"], repository),
+        (&["tag"], repository),
+        (&["pin"], repository),
+        (&["unpin"], repository),
+        (&["meta"], repository),
+        (&["policy"], repository),
+        (&["policy", "set"], repository),
+        (&["prune"], repository),
         (&["mirrors"], repository),
         (&["checkpoint"], &["--json"]),
         (&["status"], disk),
@@ -99,7 +106,15 @@ fn no_line_of_a_help_text_is_longer_than_100_columns() {
     let names = commands.filter_map(|line| line.split_whitespace().next());
     let names: Vec<&str> = names.filter(|name| *name != "help").collect();
     assert!(names.contains(&"import") && names.len() > 15, "{names:?}");
-    let nested = [["peers", "drain"], ["peers", "lose"], ["keys", "sign"], ["catalog", "rebuild"]];
+    let nested = [
+        ["peers", "drain"],
+        ["peers", "lose"],
+        ["keys", "sign"],
+        ["catalog", "rebuild"],
+        ["policy", "set"],
+        ["policy", "show"],
+        ["policy", "rm"],
+    ];
     let all = names.iter().map(|name| vec![*name]).chain(nested.map(|one| one.to_vec()));
     for command in all.chain([Vec::new()]) {
         for option in ["-h", "--help"] {

@@ -68,7 +68,7 @@ fn show_prints_the_properties_of_a_snapshot() {
     assert_eq!(value["size"], 3 << 20);
     assert_eq!((&value["chunks_stored"], &value["chunks_holes"]), (&json!(3), &json!(9)));
     assert_eq!(value["root"].as_str().unwrap().len(), 64);
-    assert_eq!(value["label"], Value::Null);
+    assert_eq!((&value["labels"], &value["pinned"]), (&json!([]), &json!(false)));
 }
 
 #[test]
@@ -95,6 +95,8 @@ fn an_image_with_mirrors_is_kept_until_they_are_forgotten() {
     let new = NewSnapshot {
         number,
         label: Some("golden".into()),
+        metadata: cairn_store::Metadata::default(),
+        is_from_guest: false,
         size: attachment.geometry().size(),
         consistency: Consistency::Filesystem,
         time: 0,

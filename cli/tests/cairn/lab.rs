@@ -136,7 +136,7 @@ impl Lab {
     pub(crate) fn start_catalog(&mut self) {
         let address = self.catalog_address.clone();
         let args = ["serve", "--data", "catalog", "--listen", &address];
-        let more = ["--lost-after", self.lost_after, "--catalog"];
+        let more = ["--lost-after", self.lost_after, "--prune-interval", "2", "--catalog"];
         let args = [&args, &more[..], self.security()].concat();
         self.catalog = Some(Server::start(&self.place, None, &args, "catalog.log"));
     }

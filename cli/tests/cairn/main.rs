@@ -15,6 +15,8 @@ mod help;
 mod images;
 mod lab;
 mod mirrors;
+mod names;
+mod policy;
 mod proxy;
 mod repair;
 mod scrub;

@@ -5,6 +5,9 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::process::{Command, Output, Stdio};
 
+use cairn_store::{
+    Attachment, Consistency, Metadata, MirrorId, MirrorOwner, Mode, NewSnapshot, Repository, Root,
+};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -78,6 +81,82 @@ impl Place {
     /// The repository's first segment.
     pub(crate) fn segment(&self) -> PathBuf {
         self.path("repository/segments/00000001")
+    }
+}
+
+/// A writer of snapshots at chosen times, in this process.
+pub(crate) struct Timeline {
+    attachment: Attachment,
+}
+
+impl Timeline {
+    /// Attaches a mirror to an image of the place's repository.
+    pub(crate) fn attach(place: &Place, image: &str) -> Timeline {
+        let url = format!("dir:{}", place.path("repository").display());
+        Timeline::attach_to(&Repository::open(&url).unwrap(), image)
+    }
+
+    /// Attaches a mirror to an image.
+    pub(crate) fn attach_to(repository: &Repository, image: &str) -> Timeline {
+        let newest = repository.catalog().resolve(&image.parse().unwrap()).unwrap();
+        let mut id = [0; 16];
+        id[..image.len().min(16)].copy_from_slice(&image.as_bytes()[..image.len().min(16)]);
+        let owner = MirrorOwner::this_process(MirrorId::from_bytes(id), "/mirror").unwrap();
+        let attachment = repository.attach(&owner, &newest, Mode::ReadWrite).unwrap();
+        Timeline { attachment }
+    }
+
+    fn announce(&self, time: u64, is_from_guest: bool) -> u64 {
+        let number = self.attachment.reserve(1).unwrap().start;
+        let new = NewSnapshot {
+            number,
+            label: None,
+            metadata: Metadata::default(),
+            is_from_guest,
+            size: self.attachment.geometry().size(),
+            consistency: Consistency::Crash,
+            time,
+            dirty_bytes: number << 10,
+            pause_us: 0,
+        };
+        self.attachment.begin(&new).unwrap();
+        number
+    }
+
+    /// Takes a snapshot, at a time in seconds since 1970. Returns its number.
+    pub(crate) fn take(&self, time: u64) -> u64 {
+        self.take_from(time, false)
+    }
+
+    /// Takes a snapshot at each of these times.
+    pub(crate) fn take_all(&self, times: &[u64]) {
+        for time in times {
+            self.take(*time);
+        }
+    }
+
+    /// As [`Timeline::take`], and whether the guest has asked for it.
+    pub(crate) fn take_from(&self, time: u64, is_from_guest: bool) -> u64 {
+        let number = self.announce(time, is_from_guest);
+        self.attachment.announced(number).publish_tree(&Root::default(), 0, number << 10).unwrap();
+        number
+    }
+
+    /// Announces a snapshot that is not stored.
+    pub(crate) fn pending(&self, time: u64) -> u64 {
+        self.announce(time, false)
+    }
+
+    /// Takes a snapshot that fails.
+    pub(crate) fn fail(&self, time: u64) -> u64 {
+        let number = self.announce(time, false);
+        self.attachment.fail(number, "the test wants it").unwrap();
+        number
+    }
+
+    /// Ends the use of the image. No mirror refers to it any more.
+    pub(crate) fn detach(self) {
+        self.attachment.detach().unwrap();
     }
 }
 

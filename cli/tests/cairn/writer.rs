@@ -45,6 +45,8 @@ impl Writer {
         let new = NewSnapshot {
             number,
             label: None,
+            metadata: cairn_store::Metadata::default(),
+            is_from_guest: false,
             size: self.attachment.geometry().size(),
             consistency: Consistency::Crash,
             time: 0,

@@ -6,8 +6,8 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use cairn_agent::{
-    Checkpoint, Consistency, Event, Failed, MAX_LINE, Refusal, RefusalKind, Request, SnapshotLine,
-    Snapshots, Wait,
+    Checkpoint, Consistency, Event, Failed, MAX_LINE, Marked, Obsolete, Refusal, RefusalKind,
+    Request, SnapshotLine, Snapshots, Wait,
 };
 
 use crate::host::{Host, accepted, agent, say, stable};
@@ -28,6 +28,7 @@ fn a_checkpoint_prints_the_name_of_its_snapshot() {
             label: Some("nightly".to_owned()),
             consistency: Consistency::Crash,
             wait: Wait::Accepted,
+            ..Checkpoint::default()
         })
     );
 }
@@ -40,6 +41,58 @@ fn json_contains_both_the_accepted_and_the_stable_event() {
     assert_eq!(taken["accepted"]["pause_us"], 12);
     assert_eq!(taken["stable"]["stored_bytes"], 512);
     assert!(taken.get("frozen_us").is_none(), "nothing was frozen: {taken}");
+}
+
+#[test]
+fn metadata_is_sent_with_the_request() {
+    let host = Host::accepting("vm1");
+    agent("checkpoint --set-meta step=4 --set-meta owner=ann=x", &[&host.socket()]);
+    let Request::Checkpoint(checkpoint) = host.request() else { panic!() };
+    let sent: Vec<_> = checkpoint.metadata.iter().map(|(key, value)| (&**key, &**value)).collect();
+    assert_eq!(sent, [("owner", "ann=x"), ("step", "4")]);
+    let output = agent("checkpoint --set-meta step", &[&host.socket()]);
+    assert_eq!(output.status.code(), Some(2), "{output:?}");
+}
+
+/// A host that stores checkpoints, and lets its guest give up snapshots or not.
+fn marking(is_allowed: bool) -> Host {
+    Host::answering(move |request, stream| match request {
+        Request::Checkpoint(checkpoint) => {
+            assert_eq!(checkpoint.wait, Wait::Stable, "nothing is given up before that");
+            say(stream, &accepted("vm1"));
+            say(stream, &stable("vm1"));
+        }
+        Request::Obsolete(_) if is_allowed => {
+            say(stream, &Event::Marked(Marked { snapshots: vec!["vm1@3".into()] }));
+        }
+        Request::Obsolete(_) => {
+            let (kind, message) = (RefusalKind::Denied, "because of the test".into());
+            say(stream, &Event::Error(Refusal { kind, message }));
+        }
+        other => panic!("{other:?}"),
+    })
+}
+
+#[test]
+fn older_snapshots_are_given_up_once_the_new_one_is_stable() {
+    let host = marking(true);
+    let output = agent("checkpoint --keep-last 2 --json", &[&host.socket()]);
+    let taken: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(taken["obsolete"], serde_json::json!(["vm1@3"]));
+    host.request();
+    assert_eq!(host.request(), Request::Obsolete(Obsolete { keep_last: Some(2), number: None }));
+    let output = agent("obsolete 3", &[&host.socket()]);
+    assert_eq!(text(&output.stdout), "vm1@3 is marked as obsolete\n");
+    assert_eq!(host.request(), Request::Obsolete(Obsolete { keep_last: None, number: Some(3) }));
+}
+
+#[test]
+fn a_checkpoint_is_reported_although_the_host_lets_nothing_be_given_up() {
+    let host = marking(false);
+    let output = agent("checkpoint --keep-last 2", &[&host.socket()]);
+    assert_eq!(text(&output.stdout), "vm1@7\n");
+    assert!(text(&output.stderr).contains("because of the test"), "{output:?}");
+    assert_eq!(output.status.code(), Some(1));
 }
 
 #[test]

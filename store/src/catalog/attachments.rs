@@ -192,7 +192,12 @@ impl Catalog {
                 size: new.size,
                 root: None,
                 time: new.time,
-                label: new.label.clone(),
+                labels: new.label.iter().cloned().collect(),
+                is_pinned: false,
+                metadata: new.metadata.clone(),
+                is_from_guest: new.is_from_guest,
+                is_obsolete: false,
+                edits: 0,
                 state: SnapshotState::Pending,
                 consistency: new.consistency,
                 dirty_bytes: new.dirty_bytes,
@@ -207,7 +212,7 @@ impl Catalog {
             };
             let mut mirror = MirrorDocument { announced: number, ..mirror };
             let (basis, _) = mirror_basis(view, &mut mirror)?;
-            image.index.add(number, snapshot.state);
+            image.index.add(number, &snapshot);
             let change = Change::default()
                 .put(holder.image_key(), &image)
                 .put(holder.snapshot_key(number), &snapshot)
@@ -281,6 +286,10 @@ impl Catalog {
             }
             if mirror != known {
                 change = change.put(mirror_key(&holder.owner.id), &mirror);
+                // A prune of the mirror's parent relies on the image's document.
+                if before.state.has_content() {
+                    change = change.put(holder.image_key(), &image);
+                }
             }
             Ok((change, Some(snapshot.snapshot(&holder.image_name, &image, number)?)))
         })
@@ -306,14 +315,11 @@ impl Catalog {
             snapshot.state = SnapshotState::Failed;
             snapshot.reason = Some(reason.to_owned());
             let change = Change::default().put(holder.snapshot_key(number), &snapshot);
-            let change = match snapshot.label {
-                Some(label) => {
-                    let failed = LabelDocument { number, failed: true };
-                    change.put(label_key(&holder.image, &label), &failed)
-                }
-                None => change,
+            let failed = LabelDocument { number, failed: true };
+            let put = |change: Change, label: &String| {
+                change.put(label_key(&holder.image, label), &failed)
             };
-            Ok((change, record))
+            Ok((snapshot.labels.iter().fold(change, put), record))
         })
     }
 

@@ -350,10 +350,10 @@ impl Catalog {
                 if !one.holder.process.is_dead(&observer) {
                     all.hold_since(&one.holder, "commit", Some(one.collection));
                 }
-            } else if key.starts_with(IMAGES) {
+            } else if let Some(name) = key.strip_prefix(IMAGES) {
                 let image: ImageDocument = document.decode(key)?;
                 let at = u32::try_from(all.images.len()).expect("a catalog has fewer images");
-                all.images.push(key[IMAGES.len()..].parse()?);
+                all.images.push(name.parse()?);
                 images.insert(image.id, (at, image.chunk_size));
             } else if key.starts_with(MIRRORS) {
                 let mirror: MirrorDocument = document.decode(key)?;

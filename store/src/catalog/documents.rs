@@ -11,7 +11,8 @@ use crate::encoding::{Compression, Redundancy, StoragePolicy};
 use crate::error::{Error, Result};
 use crate::geometry::Geometry;
 use crate::id::{BlobId, ImageId, MirrorId, NodeId};
-use crate::name::ImageName;
+use crate::metadata::Metadata;
+use crate::name::{ImageName, Scope};
 use crate::process::{LockedFile, Process};
 use crate::snapshot::{
     Consistency, Image, MirrorOwner, MirrorRecord, Mode, Snapshot, SnapshotState,
@@ -30,6 +31,7 @@ pub(super) const AVAILABLE: &str = "available/";
 pub(super) const MIRRORS: &str = "mirrors/";
 pub(super) const LEASES: &str = "leases/";
 pub(super) const DRAFTS: &str = "drafts/";
+pub(super) const POLICIES: &str = "policies/";
 
 /// The key of an image. All other keys have the image's id: one image's name may begin with the
 /// name of another, and a name may be used again.
@@ -64,6 +66,11 @@ pub(super) fn labels_of(image: &ImageId) -> String {
 
 pub(super) fn label_key(image: &ImageId, label: &str) -> String {
     format!("labels/{image}/{label}")
+}
+
+/// The key of the policy of some images.
+pub(super) fn policy_key(scope: &Scope) -> String {
+    format!("{POLICIES}{scope}")
 }
 
 /// The key of the mark of an image whose snapshots a rebuild is restoring. Every change that
@@ -183,6 +190,8 @@ impl ImageDocument {
             geometry: self.geometry()?,
             created: self.created,
             snapshots: self.index.snapshots,
+            pinned: self.index.pinned,
+            obsolete: self.index.obsolete,
             newest: self.index.newest,
             origin: self.origin.clone(),
             policy: self.policy(),
@@ -204,7 +213,16 @@ pub(super) struct SnapshotDocument {
     #[serde(with = "optional_text")]
     pub(super) root: Option<NodeId>,
     pub(super) time: u64,
-    pub(super) label: Option<String>,
+    pub(super) labels: Vec<String>,
+    pub(super) is_pinned: bool,
+    pub(super) metadata: Metadata,
+    /// Whether it was requested from inside the guest.
+    pub(super) is_from_guest: bool,
+    /// Whether its guest does not need it any more.
+    pub(super) is_obsolete: bool,
+    /// The number of changes of the five fields above. Of the snapshot's records, the one with the
+    /// highest number counts.
+    pub(super) edits: u64,
     #[serde(with = "text")]
     pub(super) state: SnapshotState,
     #[serde(with = "text")]
@@ -245,7 +263,11 @@ impl SnapshotDocument {
             time: self.time,
             geometry: self.geometry(document.chunk_size)?,
             policy: document.policy(),
-            label: self.label,
+            labels: self.labels,
+            is_pinned: self.is_pinned,
+            metadata: self.metadata,
+            is_from_guest: self.is_from_guest,
+            is_obsolete: self.is_obsolete,
             state: self.state,
             consistency: self.consistency,
             dirty_bytes: self.dirty_bytes,

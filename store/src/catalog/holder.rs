@@ -205,7 +205,11 @@ impl Holder {
                     stored_bytes: published.stored_bytes,
                     sent_bytes: published.sent_bytes,
                     saved_bytes: published.saved_bytes,
-                    record: published.record.or(before.record),
+                    // A record that an edit has stored since has more than the published one.
+                    record: match before.edits {
+                        0 => published.record.or(before.record),
+                        _ => before.record,
+                    },
                     ..before
                 }))
             }

@@ -18,6 +18,7 @@ use crate::encoding::StoragePolicy;
 use crate::error::{Error, Result};
 use crate::geometry::{Geometry, MAX_SIZE};
 use crate::id::{BlobId, ImageId, LeaseId};
+use crate::metadata::Metadata;
 use crate::name::{ImageName, SnapshotRef};
 use crate::snapshot::{Consistency, Image, Snapshot, SnapshotState};
 use crate::sys;
@@ -70,9 +71,8 @@ impl Draft {
         first: &FirstSnapshot,
     ) -> Result<Draft> {
         let random = sys::random().map_err(|e| Error::io("reading", "/dev/urandom".as_ref(), e))?;
-        let (time, mut index) = (now(), SnapshotIndex::default());
-        index.add(FIRST, first.state);
-        let image = ImageDocument {
+        let time = now();
+        let mut image = ImageDocument {
             id: ImageId::from_bytes(random),
             size: geometry.size(),
             chunk_size: geometry.chunk_size(),
@@ -85,14 +85,19 @@ impl Draft {
             writer: None,
             removing: false,
             restored: 0,
-            index,
+            index: SnapshotIndex::default(),
         };
         let snapshot = SnapshotDocument {
             parent: None,
             size: geometry.size(),
             root: first.root.0,
             time,
-            label: None,
+            labels: Vec::new(),
+            is_pinned: false,
+            metadata: Metadata::default(),
+            is_from_guest: false,
+            is_obsolete: false,
+            edits: 0,
             state: first.state,
             consistency: first.consistency,
             dirty_bytes: first.dirty_bytes,
@@ -105,6 +110,7 @@ impl Draft {
             is_parent_available: false,
             record: None,
         };
+        image.index.add(FIRST, &snapshot);
         Ok(Draft { name: name.clone(), image, snapshot, source: None })
     }
 
@@ -274,6 +280,20 @@ impl Catalog {
         Ok(())
     }
 
+    /// As [`Catalog::each_image`], until `each` returns `false`.
+    pub fn each_image_while(&self, each: impl FnMut(Image) -> Result<bool>) -> Result<()> {
+        until_enough(each, |each| self.each_image(each))
+    }
+
+    /// As [`Catalog::each_snapshot`], until `each` returns `false`.
+    pub fn each_snapshot_while(
+        &self,
+        name: &ImageName,
+        each: impl FnMut(Snapshot) -> Result<bool>,
+    ) -> Result<()> {
+        until_enough(each, |each| self.each_snapshot(name, each))
+    }
+
     /// The last `limit` snapshots of an image, oldest first, in any state, and the number of all its
     /// snapshots.
     pub fn last_snapshots(&self, name: &ImageName, limit: usize) -> Result<(Vec<Snapshot>, u64)> {
@@ -431,6 +451,22 @@ impl Catalog {
     pub(crate) fn commit_basis(&self) -> Result<CommitBasis> {
         CommitBasis::of(&self.read(&CommitBasis::queries())?)
     }
+}
+
+/// Passes what `scan` finds to `each`, until `each` returns `false`. A scan ends only with an error.
+fn until_enough<T>(
+    mut each: impl FnMut(T) -> Result<bool>,
+    scan: impl FnOnce(&mut dyn FnMut(T) -> Result<()>) -> Result<()>,
+) -> Result<()> {
+    let mut is_enough = false;
+    let scanned = scan(&mut |one| match each(one)? {
+        true => Ok(()),
+        false => {
+            is_enough = true;
+            Err(Error::BadArgument("the scan is long enough".into()))
+        }
+    });
+    if is_enough { Ok(()) } else { scanned }
 }
 
 /// The image and the number of a snapshot with this key.

@@ -4,7 +4,8 @@
 //! |---|---|
 //! | created | `snapshots`, `highest`; if it has content, as below |
 //! | gets content: published | `with_content`, `newest` |
-//! | loses its content: removal begins | `with_content`, `newest` |
+//! | loses its content: removal begins | `with_content`, `newest`, `obsolete` |
+//! | is pinned or unpinned, or marked obsolete | `pinned`, `obsolete` |
 //! | removed | `snapshots` |
 //!
 //! Each of these changes writes the image's document in the same transaction, and relies on its
@@ -23,7 +24,6 @@ use crate::documents::{Query, View};
 use crate::error::{Error, Result};
 use crate::id::ImageId;
 use crate::name::{Selector, SnapshotRef};
-use crate::snapshot::SnapshotState;
 
 /// Snapshots that are read at a time in search of one with content.
 const SEARCHED_TOGETHER: usize = 32;
@@ -37,18 +37,33 @@ pub(super) struct SnapshotIndex {
     pub(super) with_content: u64,
     /// The number of the newest snapshot with content.
     pub(super) newest: Option<u64>,
+    /// The number of pinned snapshots.
+    pub(super) pinned: u64,
+    /// The number of snapshots with content that their guests do not need any more.
+    pub(super) obsolete: u64,
     /// The highest number that a snapshot of the image ever had in this catalog.
     pub(super) highest: u64,
 }
 
 impl SnapshotIndex {
     /// Adds a snapshot whose document is created.
-    pub(super) fn add(&mut self, number: u64, state: SnapshotState) {
+    pub(super) fn add(&mut self, number: u64, one: &SnapshotDocument) {
         self.snapshots += 1;
         self.highest = self.highest.max(number);
-        if state.has_content() {
+        if one.state.has_content() {
             self.gain_content(number);
+            self.pinned += u64::from(one.is_pinned);
+            self.obsolete += u64::from(one.is_obsolete);
         }
+    }
+
+    /// Notes that a snapshot with content is pinned or not, and obsolete or not, other than before.
+    pub(super) fn edit(&mut self, before: &SnapshotDocument, after: &SnapshotDocument) {
+        let change = |count: &mut u64, before: bool, after: bool| {
+            *count = (*count + u64::from(after)).saturating_sub(u64::from(before));
+        };
+        change(&mut self.pinned, before.is_pinned, after.is_pinned);
+        change(&mut self.obsolete, before.is_obsolete, after.is_obsolete);
     }
 
     /// Notes that a snapshot without content gets content.
@@ -135,7 +150,7 @@ impl Catalog {
         let mut index = SnapshotIndex::default();
         self.documents.scan(&[&prefix], &mut |key, document| {
             let one: SnapshotDocument = document.decode(key)?;
-            index.add(number_of(&key[prefix.len()..])?, one.state);
+            index.add(number_of(&key[prefix.len()..])?, &one);
             Ok(())
         })?;
         Ok(index)

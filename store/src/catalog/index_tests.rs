@@ -16,12 +16,13 @@ use super::documents::{
 };
 use super::index::{LabelDocument, SnapshotIndex};
 use super::records::{Record, Records};
-use super::{Catalog, Draft, FirstSnapshot, Holder, Published};
+use super::{Catalog, Draft, FirstSnapshot, Holder, Published, SnapshotEdit};
 use crate::documents::{Change, Documents, Query, SqliteDocuments, View};
 use crate::encoding::StoragePolicy;
 use crate::error::Error;
 use crate::geometry::Geometry;
 use crate::id::{BlobId, MirrorId, NodeId};
+use crate::metadata::Metadata;
 use crate::name::{ImageName, SnapshotRef};
 use crate::snapshot::{Consistency, MirrorOwner, Mode, NewSnapshot, Snapshot, SnapshotState};
 use crate::tree::Root;
@@ -101,8 +102,17 @@ impl World {
         let number = self.catalog.reserve(holder, rng.between(1, 3))?.0.start;
         let label = rng.pick(&LABELS).map(str::to_owned);
         let (consistency, time, dirty_bytes, pause_us) = (Consistency::Crash, 1, 0, 0);
-        let new =
-            NewSnapshot { number, label, size: 1 << 20, consistency, time, dirty_bytes, pause_us };
+        let new = NewSnapshot {
+            number,
+            label,
+            metadata: Metadata::default(),
+            is_from_guest: rng.below(2) == 0,
+            size: 1 << 20,
+            consistency,
+            time,
+            dirty_bytes,
+            pause_us,
+        };
         let basis = self.catalog.begin(holder, &new)?;
         let state = rng.pick(&[SnapshotState::Stable, SnapshotState::Available]);
         let published = Published {
@@ -148,6 +158,23 @@ impl World {
         self.catalog.finish_removal(&one)
     }
 
+    /// Changes a label, the pin or the obsolete mark of a snapshot, and keeps its record.
+    fn edit(&self, rng: &mut Rng) -> Result<(), Error> {
+        let edit = match rng.below(6) {
+            0 => SnapshotEdit::AddLabel("x".into()),
+            1 => SnapshotEdit::AddLabel("z".into()),
+            2 => SnapshotEdit::RemoveLabel("x".into()),
+            3 => SnapshotEdit::Pin(true),
+            4 => SnapshotEdit::Pin(false),
+            _ => SnapshotEdit::Obsolete,
+        };
+        let edited = self.catalog.edit(&self.some_name(rng), &edit)?;
+        let (edits, record) = (edited.edits(), edited.record);
+        let id = BlobId::of(&record.to_bytes());
+        self.keep(record);
+        self.catalog.note_record(&edited.snapshot, edits, id)
+    }
+
     fn promote(&self) -> Result<(), Error> {
         self.catalog.available()?.iter().try_for_each(|one| self.catalog.promote(one))
     }
@@ -168,7 +195,7 @@ impl World {
         let view = self.documents.read(&prefixes).unwrap();
         let all = snapshots(&view, &image.id).unwrap();
         let mut counted = SnapshotIndex::default();
-        all.iter().for_each(|(number, one)| counted.add(*number, one.state));
+        all.iter().for_each(|(number, one)| counted.add(*number, one));
         assert!(counted.highest <= image.index.highest);
         counted.highest = image.index.highest;
         assert_eq!(image.index, counted);
@@ -179,13 +206,15 @@ impl World {
         let find = |number| all.iter().find(|(other, _)| *other == number).map(|(_, one)| one);
         for (label, LabelDocument { number, failed }) in &labels {
             let one: &SnapshotDocument = find(*number).expect("a label names a snapshot");
-            assert_eq!(one.label.as_ref(), Some(label));
+            assert!(one.labels.contains(label));
             assert_eq!(one.state == SnapshotState::Failed, *failed);
         }
         for (number, one) in all.iter().filter(|(_, one)| one.state != SnapshotState::Failed) {
-            let Some(label) = &one.label else { continue };
-            let named = labels.iter().find(|(other, _)| other == label);
-            assert_eq!(named.map(|(_, label)| label.number), Some(*number), "{label}");
+            for label in &one.labels {
+                let named = labels.iter().find(|(other, _)| other == label);
+                assert_eq!(named.map(|(_, label)| label.number), Some(*number), "{label}");
+            }
+            assert!(!one.is_pinned || one.state.has_content());
         }
         true
     }
@@ -200,6 +229,10 @@ fn allow(result: Result<(), Error>) {
             | Error::NoImage { .. }
             | Error::NoMirror { .. }
             | Error::OnlyStable { .. }
+            | Error::Pinned { .. }
+            | Error::HasPinned { .. }
+            | Error::NoLabel { .. }
+            | Error::NotFromGuest { .. }
             | Error::SnapshotExists { .. }
             | Error::Leased { .. }
             | Error::Fenced { .. }
@@ -224,7 +257,8 @@ fn run_sequence(seed: u64) {
             },
             45..=64 => allow(world.begin_removal(&mut rng)),
             65..=79 => allow(world.finish_removal(&mut rng)),
-            80..=84 => holder = world.attach(rng.between(1, 3) as u8).ok(),
+            80..=81 => allow(world.edit(&mut rng)),
+            82..=84 => holder = world.attach(rng.between(1, 3) as u8).ok(),
             85..=88 => allow(world.promote()),
             89..=93 => allow(world.rebuild()),
             // The catalog is lost, or a rebuild was killed before it restored the image's document.
@@ -288,6 +322,7 @@ fn the_index_is_exact_after_concurrent_operations() {
                 allow(world.finish_removal(rng));
             });
         }
+        run(6, &|world, rng| allow(world.edit(rng)));
         run(4, &|world, _| allow(world.rebuild()));
         run(5, &|world, _| {
             allow(world.promote());
@@ -354,7 +389,7 @@ fn an_operation_on_one_snapshot_does_not_read_the_others() {
     };
     let number = |n| SnapshotRef::number(&world.name, n);
     let label = world.catalog.snapshots(&world.name).unwrap().into_iter();
-    let label = label.rev().find_map(|one| one.label).unwrap();
+    let label = label.rev().find_map(|mut one| one.labels.pop()).unwrap();
     catalog.image(&world.name).unwrap();
     check("image");
     let newest = catalog.resolve(&world.newest()).unwrap();

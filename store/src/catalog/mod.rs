@@ -16,6 +16,8 @@
 //! | `collection` | the numbers of collections; commits and readers; what a collection must keep |
 //! | `available` | the index of *available* snapshots |
 //! | `removal` | removing images and snapshots |
+//! | `edits` | labels, pins, metadata and obsolete marks of snapshots |
+//! | `policies` | retention policies |
 //! | `mirrors` | attaching mirrors; the lease of an image's writer and its fence |
 //! | `holder` | an attached mirror, and what its operations check |
 //! | `attachments` | the operations of an attached mirror: reserve, begin, publish, fail, release |
@@ -26,6 +28,9 @@ mod attachments;
 mod available;
 mod collection;
 mod documents;
+mod edits;
+#[cfg(test)]
+mod edits_tests;
 mod holder;
 mod images;
 mod index;
@@ -33,6 +38,7 @@ mod index;
 mod index_tests;
 mod mirror_records;
 mod mirrors;
+mod policies;
 mod records;
 mod removal;
 #[cfg(test)]
@@ -47,12 +53,15 @@ pub(crate) use self::collection::{
     CollectionRoots, CommitBasis, LEASED_SECONDS, commit_key, reader_key,
 };
 pub use self::collection::{CompletedCollection, SpaceHolder};
+pub use self::edits::{MAX_LABELS, SnapshotEdit};
 pub(crate) use self::holder::{Holder, Published};
 pub(crate) use self::images::{Draft, FirstSnapshot, Referrer};
 pub(crate) use self::mirror_records::MirrorReference;
 pub use self::mirrors::LEASE_SECONDS;
+pub use self::policies::AppliedPolicy;
 pub use self::records::Rebuilt;
 pub(crate) use self::records::{Record, RecordSubject, Records, recorded_redundancy};
+pub(crate) use self::removal::{PruneCheck, Refused};
 
 use self::documents::{ImageDocument, SCHEMA, SCHEMA_VERSION, image, image_key};
 use crate::documents::{Change, Documents, Query, View};

@@ -28,11 +28,11 @@ use crate::tree::Root;
 
 /// The format name in every record.
 const FORMAT: &str = "cairn-snapshot-record";
-const VERSION: u32 = 3;
+const VERSION: u32 = 4;
 
-/// The most snapshots that a rebuild restores with one change. Each writes up to three documents, and
-/// etcd refuses changes of more than 128 operations.
-const SNAPSHOTS_IN_CHANGE: usize = 40;
+/// The most documents of snapshots that a rebuild restores with one change: a snapshot, its entry in
+/// the index of available ones, and its labels. etcd refuses changes of more than 128 operations.
+const DOCUMENTS_IN_CHANGE: usize = 120;
 
 /// The number of epochs that a rebuild leaves for losses until the next rebuild, and a power of two.
 /// Epochs of two rebuilds differ by at least this much for each second between them.
@@ -91,6 +91,11 @@ impl Record {
             epoch: 0,
             is_failure: false,
         }
+    }
+
+    #[cfg(test)]
+    pub(super) fn set_recorded(&mut self, recorded: u64) {
+        self.recorded = recorded;
     }
 
     /// The same record with the number of peers that the cluster has.
@@ -331,8 +336,11 @@ impl Catalog {
             snapshots.iter().filter(|(number, _)| !inventory.snapshots.contains(&(*id, *number)));
         let missing: Vec<_> = missing.collect();
         // Nobody sees the snapshots of an image without its document, which comes last.
-        for part in missing.chunks(SNAPSHOTS_IN_CHANGE) {
+        let mut rest = &missing[..];
+        while !rest.is_empty() {
+            let (part, others) = rest.split_at(restored_together(rest));
             self.restore_snapshots(image, part, is_known)?;
+            rest = others;
         }
         let (key, mark) = (image_key(name), restoring_key(id));
         self.change(&[Query::key(&key), Query::key(&mark)], |view| {
@@ -372,7 +380,7 @@ impl Catalog {
         let mut queries = vec![Query::key(&image_key)];
         for (number, one) in missing {
             queries.push(Query::Key(snapshot_key(id, *number)));
-            queries.extend(one.label.iter().map(|label| Query::Key(label_key(id, label))));
+            queries.extend(one.labels.iter().map(|label| Query::Key(label_key(id, label))));
         }
         self.change(&queries, |view| {
             let mut change = Change::default();
@@ -383,28 +391,28 @@ impl Catalog {
             if is_gone {
                 return Ok((change, ()));
             }
-            let mut labels = HashSet::new();
+            let mut taken_labels = HashSet::new();
             for (number, one) in missing {
                 let key = snapshot_key(id, *number);
                 // Another rebuild may have restored it.
                 if view.version(&key) != 0 {
                     continue;
                 }
-                let label = one.label.as_ref().map(|label| label_key(id, label));
-                let taken = label.as_ref().map(|key| view.get::<LabelDocument>(key)).transpose()?;
-                let is_free = taken.flatten().is_none_or(|taken| taken.failed);
                 // Two snapshots of one label are possible: the first was recorded, but not published.
-                let label = label.filter(|label| is_free && labels.insert(label.clone()));
-                let one = SnapshotDocument {
-                    label: one.label.clone().filter(|_| label.is_some()),
-                    ..one.clone()
-                };
+                let mut labels = Vec::new();
+                for label in &one.labels {
+                    let key = label_key(id, label);
+                    let is_free = view.get::<LabelDocument>(&key)?.is_none_or(|taken| taken.failed);
+                    if is_free && taken_labels.insert(key.clone()) {
+                        labels.push(label.clone());
+                        let label = LabelDocument { number: *number, failed: false };
+                        change = change.put(key, &label);
+                    }
+                }
+                let one = SnapshotDocument { labels, ..one.clone() };
                 change = change.put(key, &one);
                 if let Some(image) = &mut found {
-                    image.index.add(*number, one.state);
-                }
-                if let Some(label) = label {
-                    change = change.put(label, &LabelDocument { number: *number, failed: false });
+                    image.index.add(*number, &one);
                 }
                 if one.state == SnapshotState::Available {
                     let entry = AvailableDocument { image: name.clone() };
@@ -420,6 +428,16 @@ impl Catalog {
             Ok((change, ()))
         })
     }
+}
+
+/// How many of these snapshots are restored with one change: at least one.
+fn restored_together(snapshots: &[&(u64, SnapshotDocument)]) -> usize {
+    let mut documents = 0;
+    let fits = |(_, one): &&&(u64, SnapshotDocument)| {
+        documents += 2 + one.labels.len();
+        documents <= DOCUMENTS_IN_CHANGE
+    };
+    snapshots.iter().take_while(fits).count().max(1)
 }
 
 /// The records of one image, combined.
@@ -439,9 +457,10 @@ struct RecordedImage {
 
 impl RecordedImage {
     fn new(mut records: Vec<Record>) -> RecordedImage {
-        // The record that counts for a number comes last: the newest, or a tombstone whatever its
-        // time is. Clocks of two hosts differ, and no number is used twice.
-        records.sort_by_key(|one| (one.snapshot.is_none(), one.recorded));
+        // The record that counts for a number comes last: the one with the most edits, or a tombstone
+        // whatever its time is. Clocks of two hosts differ, and no number is used twice.
+        let edits = |one: &Record| one.snapshot.as_ref().map_or(0, |snapshot| snapshot.edits);
+        records.sort_by_key(|one| (one.snapshot.is_none(), edits(one), one.recorded));
         let last = records.iter().max_by_key(|one| one.recorded);
         let last = last.expect("an image has a record").clone();
         let fence = records.iter().map(|one| one.image.fence).max().unwrap_or(0);

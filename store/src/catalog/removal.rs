@@ -13,13 +13,15 @@
 use super::Catalog;
 use super::documents::{
     ImageDocument, MIRRORS, MirrorDocument, SnapshotDocument, available_key, available_of, image,
-    image_key, label_key, labels_of, lease_key, live_lease, mirror_key, snapshot_key, snapshots_of,
+    image_key, label_key, labels_of, lease_key, live_lease, mirror_key, policy_key, snapshot_key,
+    snapshots_of,
 };
 use super::index::{LabelDocument, Located, label_query, selected};
 use super::records::Record;
 use crate::documents::{Change, Query, View};
 use crate::error::{Error, Result};
-use crate::name::{ImageName, SnapshotRef};
+use crate::id::ImageId;
+use crate::name::{ImageName, Scope, SnapshotRef};
 use crate::process::Process;
 use crate::snapshot::{Snapshot, SnapshotState};
 
@@ -27,28 +29,85 @@ use crate::snapshot::{Snapshot, SnapshotState};
 /// operations.
 const MIRRORS_IN_CHANGE: usize = 100;
 
+/// What must still hold when a prune removes a snapshot. It was decided earlier, without a lock.
+#[derive(Clone, Debug)]
+pub(crate) struct PruneCheck {
+    /// The state that the snapshot had.
+    pub(crate) state: SnapshotState,
+    /// A stable snapshot of the image that stays. `None` if the snapshot has no content.
+    pub(crate) stable: Option<u64>,
+    /// The documents of policies that apply to the image, with their versions.
+    pub(crate) policies: Vec<(String, u64)>,
+}
+
+/// Why a prune does not remove a snapshot that it has meant to remove.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Refused {
+    Pinned,
+    /// A mirror, by its id, continues from it.
+    Parent(String),
+    /// The snapshot, the stable one that was to stay, or the policy has changed, or is gone.
+    Changed,
+}
+
+/// A removal that has begun: the snapshot as it was, and its tombstone.
+type Begun = (Snapshot, Record);
+
 impl Catalog {
     /// Begins the removal of a snapshot. Returns the snapshot as it was, and its tombstone. Refuses
-    /// to remove the last snapshot with content.
-    pub(crate) fn begin_removal(&self, name: &SnapshotRef) -> Result<(Snapshot, Record)> {
+    /// to remove a pinned snapshot, and the last one with content.
+    pub(crate) fn begin_removal(&self, name: &SnapshotRef) -> Result<Begun> {
+        match self.begin_removal_if(name, None)? {
+            Ok(begun) => Ok(begun),
+            Err(_) => Err(Error::Pinned { name: name.to_string() }),
+        }
+    }
+
+    /// Begins a removal that a prune has decided, if everything that it depends on still holds.
+    pub(crate) fn begin_pruning(
+        &self,
+        name: &SnapshotRef,
+        check: &PruneCheck,
+    ) -> Result<std::result::Result<Begun, Refused>> {
+        match self.begin_removal_if(name, Some(check)) {
+            Err(Error::NoSnapshot { .. } | Error::NoImage { .. } | Error::OnlyStable { .. }) => {
+                Ok(Err(Refused::Changed))
+            }
+            result => result,
+        }
+    }
+
+    fn begin_removal_if(
+        &self,
+        name: &SnapshotRef,
+        check: Option<&PruneCheck>,
+    ) -> Result<std::result::Result<Begun, Refused>> {
         let observer = Process::current()?;
         self.retry(|| {
             let Located { number, image: found, snapshot } = self.locate(name)?;
             let (id, key) = (found.id, snapshot_key(&found.id, number));
-            let label = snapshot.label.map(|label| label_key(&id, &label));
+            let labels: Vec<String> =
+                snapshot.labels.iter().map(|label| label_key(&id, label)).collect();
             let mut queries = vec![
                 Query::Key(image_key(&name.image)),
                 // A writer whose lease has expired may be publishing the snapshot.
                 Query::key(&key),
                 Query::Key(lease_key(&id)),
             ];
-            queries.extend(label.iter().cloned().map(Query::Key));
+            queries.extend(labels.iter().cloned().map(Query::Key));
             queries.extend(label_query(&id, name));
+            queries.extend(check.iter().flat_map(|check| check.queries(&id)));
             self.try_change(&queries, |view| {
                 let mut image = image(view, &name.image)?;
                 let document = view.get::<SnapshotDocument>(&key)?;
                 let is_same = image.id == id && selected(view, &image, name)? == Some(number);
                 let Some(document) = document.filter(|_| is_same) else { return Ok(None) };
+                if document.labels != snapshot.labels {
+                    return Ok(None);
+                }
+                if let Some(refused) = refusal(view, &id, number, &document, check)? {
+                    return Ok(Some((Change::default(), Err(refused))));
+                }
                 let snapshot = document.clone().snapshot(&name.image, &image, number)?;
                 let record = Record::removal(&name.image, &image, number);
                 let mut change = Change::default();
@@ -69,24 +128,27 @@ impl Catalog {
                             newest => newest,
                         };
                         image.index.lose_content(newest);
+                        let unmarked = SnapshotDocument { is_obsolete: false, ..document.clone() };
+                        image.index.edit(&document, &unmarked);
                     }
                     SnapshotState::Failed => {
-                        if let Some(label) = &label
-                            && names(view, label, number)?
-                        {
-                            change = change.remove(Query::key(label));
+                        for label in &labels {
+                            if names(view, label, number)? {
+                                change = change.remove(Query::key(label));
+                            }
                         }
                     }
                     SnapshotState::Removing => {
-                        return Ok(Some((Change::default(), (snapshot, record))));
+                        return Ok(Some((Change::default(), Ok((snapshot, record)))));
                     }
                 }
-                // A failed snapshot loses its label at once. Another one keeps it until it is gone,
-                // so that the same name completes the removal.
-                let had_label = snapshot.state != SnapshotState::Failed;
+                // A failed snapshot loses its labels at once. Another one keeps them until it is
+                // gone, so that the same name completes the removal.
+                let had_labels = snapshot.state != SnapshotState::Failed;
                 let removing = SnapshotDocument {
                     state: SnapshotState::Removing,
-                    label: document.label.filter(|_| had_label),
+                    labels: if had_labels { document.labels } else { Vec::new() },
+                    is_obsolete: false,
                     reason: None,
                     ..document
                 };
@@ -96,7 +158,7 @@ impl Catalog {
                     .put(image_key(&name.image), &image)
                     .put(&key, &removing)
                     .remove(Query::Key(available_key(&id, number)));
-                Ok(Some((change, (snapshot, record))))
+                Ok(Some((change, Ok((snapshot, record)))))
             })
         })
     }
@@ -105,9 +167,9 @@ impl Catalog {
     pub(crate) fn finish_removal(&self, snapshot: &Snapshot) -> Result<()> {
         let (id, image_key) = (&snapshot.image_id, image_key(&snapshot.image));
         let key = snapshot_key(id, snapshot.number);
-        let label = snapshot.label.as_ref().map(|label| label_key(id, label));
+        let labels: Vec<_> = snapshot.labels.iter().map(|label| label_key(id, label)).collect();
         let mut queries = vec![Query::key(&key), Query::key(&image_key)];
-        queries.extend(label.iter().cloned().map(Query::Key));
+        queries.extend(labels.iter().cloned().map(Query::Key));
         self.change(&queries, |view| {
             let found = view.get::<SnapshotDocument>(&key)?;
             if found.is_none_or(|one| one.state != SnapshotState::Removing) {
@@ -119,17 +181,18 @@ impl Catalog {
                 image.index.remove();
                 change = change.put(&image_key, &image);
             }
-            if let Some(label) = &label
-                && names(view, label, snapshot.number)?
-            {
-                change = change.remove(Query::key(label));
+            for label in &labels {
+                if names(view, label, snapshot.number)? {
+                    change = change.remove(Query::key(label));
+                }
             }
             Ok((change, ()))
         })
     }
 
     /// Begins the removal of an image. Returns its tombstone. Fails while a live writer holds the
-    /// image's lease, and, without `force`, while mirrors refer to the image.
+    /// image's lease, while a snapshot is pinned, and, without `force`, while mirrors refer to the
+    /// image.
     pub(crate) fn begin_image_removal(&self, name: &ImageName, force: bool) -> Result<Record> {
         let observer = Process::current()?;
         let key = image_key(name);
@@ -152,6 +215,10 @@ impl Catalog {
                 }
                 if let Some(lease) = live_lease(view, &id, &observer)? {
                     return Err(lease.conflict(name));
+                }
+                if image.index.pinned > 0 {
+                    let (image, pinned) = (name.to_string(), image.index.pinned);
+                    return Err(Error::HasPinned { image, pinned });
                 }
                 let users = view.under::<MirrorDocument>(MIRRORS)?;
                 let user = users.iter().find(|(_, mirror)| mirror.image_id == id);
@@ -188,6 +255,8 @@ impl Catalog {
                 if is_last {
                     change = change
                         .remove(Query::key(&key))
+                        // Not for an image that gets the name later.
+                        .remove(Query::Key(policy_key(&Scope::Image(name.clone()))))
                         .remove(Query::Key(lease_key(&id)))
                         .remove(Query::Prefix(snapshots_of(&id)))
                         .remove(Query::Prefix(available_of(&id)))
@@ -205,7 +274,50 @@ impl Catalog {
     }
 }
 
+impl PruneCheck {
+    /// The documents that the decision depends on. Those that are queried by key cannot change until
+    /// the removal has begun. A mirror gets another parent only with a change that writes the image's
+    /// document, so the mirrors need not be queried by key.
+    fn queries(&self, id: &ImageId) -> Vec<Query> {
+        let mut queries = vec![Query::prefix(MIRRORS)];
+        queries.extend(self.stable.map(|number| Query::Key(snapshot_key(id, number))));
+        queries.extend(self.policies.iter().map(|(key, _)| Query::key(key)));
+        queries
+    }
+}
+
+/// Why a snapshot is not removed, if so: it is pinned, or a prune's decision no longer holds.
+fn refusal(
+    view: &View,
+    id: &ImageId,
+    number: u64,
+    document: &SnapshotDocument,
+    check: Option<&PruneCheck>,
+) -> Result<Option<Refused>> {
+    if document.is_pinned {
+        return Ok(Some(Refused::Pinned));
+    }
+    let Some(check) = check else { return Ok(None) };
+    let mirrors = view.under::<MirrorDocument>(MIRRORS)?;
+    let mut parents = mirrors.into_iter().filter(|(_, mirror)| mirror.image_id == *id);
+    if document.state.has_content()
+        && let Some((mirror, _)) = parents.find(|(_, mirror)| mirror.parent == number)
+    {
+        return Ok(Some(Refused::Parent(mirror)));
+    }
+    let is_stable = match check.stable {
+        Some(stable) => {
+            let found = view.get::<SnapshotDocument>(&snapshot_key(id, stable))?;
+            stable != number && found.is_some_and(|one| one.state == SnapshotState::Stable)
+        }
+        None => !document.state.has_content(),
+    };
+    let has_policies = check.policies.iter().all(|(key, version)| view.version(key) == *version);
+    let is_same = document.state == check.state && is_stable && has_policies;
+    Ok((!is_same).then_some(Refused::Changed))
+}
+
 /// Whether the label is that of the snapshot with this number.
-fn names(view: &View, label: &str, number: u64) -> Result<bool> {
+pub(super) fn names(view: &View, label: &str, number: u64) -> Result<bool> {
     Ok(view.get::<LabelDocument>(label)?.is_some_and(|label| label.number == number))
 }

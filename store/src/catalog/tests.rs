@@ -13,6 +13,7 @@ use crate::documents::{Change, Documents, Query, SqliteDocuments, View};
 use crate::error::{Error, Result};
 use crate::geometry::Geometry;
 use crate::id::{MirrorId, NodeId};
+use crate::metadata::Metadata;
 use crate::name::{ImageName, SnapshotRef};
 use crate::snapshot::{Consistency, MirrorOwner, Mode, NewSnapshot, SnapshotState};
 use crate::tree::Root;
@@ -112,7 +113,17 @@ impl TestCatalog {
 
 fn new(number: u64) -> NewSnapshot {
     let (consistency, time, dirty_bytes, pause_us) = (Consistency::Crash, 1, 0, 0);
-    NewSnapshot { number, label: None, size: 1 << 20, consistency, time, dirty_bytes, pause_us }
+    NewSnapshot {
+        number,
+        label: None,
+        metadata: Metadata::default(),
+        is_from_guest: false,
+        size: 1 << 20,
+        consistency,
+        time,
+        dirty_bytes,
+        pause_us,
+    }
 }
 
 fn published(state: SnapshotState) -> Published {

@@ -1,7 +1,8 @@
 //! Scheduled and manual work that keeps a repository whole.
 //!
 //! ```text
-//! supervisor ─┬─► repair_schedule: when
+//! supervisor ─┬─► prune: snapshots that policies do not keep
+//!             ├─► repair_schedule: when
 //!             └─► repair ─► repair_lease: one repair at a time
 //!                    ├─► references: which blobs the catalog refers to
 //!                    ├─► records: which records the peers list
@@ -15,7 +16,8 @@
 //!
 //! | file | responsibility |
 //! |---|---|
-//! | [`supervisor`] | the threads that declare peers lost and repair |
+//! | [`supervisor`] | the threads that declare peers lost, repair and prune |
+//! | [`prune`] | removes the snapshots that retention policies do not keep |
 //! | `repair_schedule` | the decision when to repair |
 //! | `repair` | the repair job: repairs all referenced blobs, sweeps drained peers |
 //! | `repair_lease` | the document that lets one repair run at a time |
@@ -29,6 +31,7 @@
 //! | [`verify`] | reads every blob of snapshots, in a directory too |
 
 pub mod collection;
+pub mod prune;
 mod rebuild;
 mod records;
 mod references;

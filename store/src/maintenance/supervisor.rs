@@ -1,4 +1,4 @@
-//! The supervisor of a cluster: it declares peers lost and starts repairs.
+//! The supervisor of a cluster: it declares peers lost, and starts repairs and prunes.
 //!
 //! It runs in the process of a served catalog, or as `cairn supervise`, with the keys of the role
 //! supervisor. A peer never runs one, because its keys must not reach what other peers hold.
@@ -11,19 +11,23 @@
 //! |---|---|
 //! | note since when a peer is down, and declare it lost | every `POLL_INTERVAL` |
 //! | repair | when `RepairSchedule` says so |
+//! | prune | every `prune_interval`; the document `health/prune` has the time of the last one |
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use super::prune::{PruneOptions, prune};
 use super::repair::{has_available, repair_while};
 use super::repair_schedule::RepairSchedule;
+use crate::clock::now;
 use crate::cluster::membership;
 use crate::cluster::membership::loss_detector::{LookTime, LossDetector};
-use crate::documents::{Documents, try_lock, unlock};
+use crate::documents::{Change, Documents, Query, try_lock, unlock};
 use crate::error::{Error, Result};
 use crate::id::PeerId;
+use crate::name::Scope;
 use crate::repository::Repository;
 use crate::sys;
 
@@ -40,6 +44,8 @@ pub struct SupervisorConfig {
     pub lost_after: Duration,
     /// The most bytes a second that repair reads and writes; `None` for no limit.
     pub rate: Option<u64>,
+    /// The interval between prunes; `None` for no prunes.
+    pub prune_interval: Option<Duration>,
 }
 
 /// The threads of a supervisor. They end when this is dropped.
@@ -69,14 +75,16 @@ impl Supervisor {
             stop: AtomicBool::new(false),
             sleep: Default::default(),
         });
-        let (watcher, repairer) = (shared.clone(), shared.clone());
+        let (watcher, repairer, pruner) = (shared.clone(), shared.clone(), shared.clone());
         let watch = thread::Builder::new().name("watch".into());
         let repair = thread::Builder::new().name("repair".into());
+        let prune = thread::Builder::new().name("prune".into());
         let threads = vec![
             watch
                 .spawn(move || watcher.watch(&PeerId::from_bytes(me).to_string()))
                 .map_err(failed)?,
             repair.spawn(move || repairer.repair()).map_err(failed)?,
+            prune.spawn(move || pruner.prune()).map_err(failed)?,
         ];
         Ok(Supervisor { shared, threads })
     }
@@ -181,7 +189,90 @@ impl Shared {
         }
     }
 
+    /// Prunes when the last prune of any supervisor is long ago.
+    fn prune(&self) {
+        let Some(interval) = self.config.prune_interval else { return };
+        while self.pause(POLL_INTERVAL) {
+            if !self.leads.load(Ordering::SeqCst) {
+                continue;
+            }
+            let Some(documents) = self.documents() else { return };
+            match begin_prune(documents, interval, now()) {
+                Ok(true) => self.prune_once(),
+                Ok(false) => {}
+                Err(error) => tracing::debug!(%error, "failed to read when the last prune was"),
+            }
+        }
+    }
+
+    fn prune_once(&self) {
+        let should_continue = || self.should_continue();
+        let options = PruneOptions {
+            is_brief: true,
+            should_continue: &should_continue,
+            ..PruneOptions::default()
+        };
+        let mut removed = 0_u64;
+        let pruned = prune(&self.repository, &Scope::All, &options, &mut |one| {
+            if one.is_removed {
+                removed += 1;
+                tracing::info!(snapshot = %one.name, reason = %one.reason, "pruned a snapshot");
+            }
+            Ok(())
+        });
+        match pruned {
+            Ok(()) => tracing::info!(removed, "a prune ended"),
+            Err(error) => tracing::warn!(%error, removed, "a prune failed"),
+        }
+    }
+
     fn should_continue(&self) -> bool {
         self.leads.load(Ordering::SeqCst) && !self.stop.load(Ordering::SeqCst)
+    }
+}
+
+/// The document with the time of the last prune, in seconds since 1970.
+const LAST_PRUNE: &str = "health/prune";
+
+/// Notes that a prune begins now, if the last one is at least `interval` ago. Returns whether it is. A
+/// prune in the future is that of a clock that was set back since.
+fn begin_prune(documents: &dyn Documents, interval: Duration, now: u64) -> Result<bool> {
+    let view = documents.read(&[Query::key(LAST_PRUNE)])?;
+    let last: Option<u64> = view.get(LAST_PRUNE)?;
+    if last.is_some_and(|last| last <= now && now - last < interval.as_secs().max(1)) {
+        return Ok(false);
+    }
+    let mut change = Change::default().put(LAST_PRUNE, &now);
+    change.relies_on.push((LAST_PRUNE.into(), view.version(LAST_PRUNE)));
+    documents.commit(&change)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::begin_prune;
+    use crate::documents::SqliteDocuments;
+
+    #[test]
+    fn a_prune_begins_once_in_each_interval_also_after_the_clock_was_set_back() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("catalog.db");
+        SqliteDocuments::create(&path).unwrap();
+        let documents = SqliteDocuments::open(&path).unwrap();
+        let hour = Duration::from_secs(3600);
+        for (now, begins) in [
+            (10_000, true),
+            (10_001, false),
+            (13_599, false),
+            (13_600, true),
+            (13_600, false),
+            // The clock was ahead by a day until here.
+            (100_000, true),
+            (17_200, true),
+            (17_201, false),
+        ] {
+            assert_eq!(begin_prune(&documents, hour, now).unwrap(), begins, "{now}");
+        }
     }
 }

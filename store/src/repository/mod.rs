@@ -21,7 +21,10 @@ use self::commit::Commit;
 use self::leases::{Lease, Leases};
 use crate::blobs::directory::DirectoryBlobs;
 use crate::blobs::{Blobs, NewBlob};
-use crate::catalog::{Catalog, CommitBasis, Draft, MirrorReference, Record, reader_key};
+use crate::catalog::{
+    Catalog, CommitBasis, Draft, MirrorReference, PruneCheck, Record, Refused, SnapshotEdit,
+    reader_key,
+};
 use crate::cluster::client::Cluster;
 use crate::cluster::client::records::FoundRecords;
 use crate::cluster::client::reservation::Reservation;
@@ -333,9 +336,9 @@ impl Repository {
         }
     }
 
-    /// Removes a snapshot from the catalog. Refuses to remove the last snapshot with content. The
-    /// blobs stay until garbage collection, and mirrors that are based on the snapshot keep their
-    /// content.
+    /// Removes a snapshot from the catalog. Refuses to remove a pinned one, and the last snapshot with
+    /// content. The blobs stay until garbage collection, and mirrors that are based on the snapshot
+    /// keep their content.
     ///
     /// In a cluster the removal is complete when the peers have a record of it with its full
     /// redundancy. If they cannot store it, the call fails and the snapshot is *removing*; the same
@@ -347,9 +350,41 @@ impl Repository {
         Ok(snapshot)
     }
 
+    /// Removes a snapshot as [`remove_snapshot`](Self::remove_snapshot) does, if what a prune has
+    /// decided by still holds.
+    pub(crate) fn prune_snapshot(
+        &self,
+        name: &SnapshotRef,
+        check: &PruneCheck,
+    ) -> Result<Option<Refused>> {
+        match self.inner.catalog.begin_pruning(name, check)? {
+            Ok((snapshot, tombstone)) => {
+                self.put_record(tombstone, SnapshotState::Stable)?;
+                self.inner.catalog.finish_removal(&snapshot)?;
+                Ok(None)
+            }
+            Err(refused) => Ok(Some(refused)),
+        }
+    }
+
+    /// Changes the labels, the pin, the metadata or the obsolete mark of a snapshot. Returns the
+    /// snapshot as it is then.
+    ///
+    /// In a cluster the call returns when the peers have a record of the change with its full
+    /// redundancy. If they cannot store it, the call fails, and only the catalog has the change; the
+    /// same call stores the record later.
+    pub fn edit_snapshot(&self, name: &SnapshotRef, edit: &SnapshotEdit) -> Result<Snapshot> {
+        let edited = self.inner.catalog.edit(name, edit)?;
+        let (edits, snapshot) = (edited.edits(), edited.snapshot);
+        if let Some(record) = self.put_record(edited.record, SnapshotState::Stable)? {
+            self.inner.catalog.note_record(&snapshot, edits, record)?;
+        }
+        Ok(snapshot)
+    }
+
     /// Removes an image and all its snapshots from the catalog. Fails while mirrors refer to the
-    /// image, unless `force` is set. Always fails while a live writer holds the image's lease. It is
-    /// complete under the same condition as [`remove_snapshot`](Self::remove_snapshot).
+    /// image, unless `force` is set. Always fails while a live writer holds the image's lease, and
+    /// while a snapshot is pinned. It is complete under the same condition as [`remove_snapshot`](Self::remove_snapshot).
     pub fn remove_image(&self, name: &ImageName, force: bool) -> Result<()> {
         let tombstone = self.inner.catalog.begin_image_removal(name, force)?;
         self.put_record(tombstone.clone(), SnapshotState::Stable)?;

@@ -73,7 +73,7 @@ const TABLE: [(Action, &[Thief]); 21] = [
     (Action::ChangeLeader, &[Client, Supervisor, Authority]),
     (Action::ChangeHealth, &[Client, Supervisor, Authority]),
     (Action::ChangeSnapshots, &[Client, Supervisor, Authority]),
-    (Action::ChangeImages, &[Client, Authority]),
+    (Action::ChangeImages, &[Client, Supervisor, Authority]),
     (Action::ChangeMirrors, &[Client, Authority]),
     (Action::RemoveEverything, &[Client, Authority]),
     (Action::ReadFragments, &[Client, Supervisor, Authority]),
@@ -180,8 +180,10 @@ impl Site {
             Action::ChangeLeader => put("leader/repair".into()),
             Action::ChangeHealth => put("health/losses".into()),
             Action::ChangeSnapshots => put("snapshots/vm/1".into()),
-            Action::ChangeImages => put("images/vm".into()),
-            Action::ChangeMirrors => put("mirrors/x".into()) || put("leases/vm".into()),
+            Action::ChangeImages => put("images/vm".into()) && put("labels/vm/x".into()),
+            Action::ChangeMirrors => {
+                ["mirrors/x", "leases/vm", "policies/vm"].map(|key| put(key.into())).contains(&true)
+            }
             // Relies on a document that does not exist, so that nothing is removed.
             Action::RemoveEverything => change(
                 Change { relies_on: vec![("never".into(), 1)], ..Change::default() }

@@ -178,6 +178,8 @@ pub(crate) fn new_snapshot(number: u64) -> NewSnapshot {
     NewSnapshot {
         number,
         label: None,
+        metadata: cairn_store::Metadata::default(),
+        is_from_guest: false,
         size: disk(1000).size(),
         consistency: Consistency::Filesystem,
         time: 1_700_000_000,

@@ -17,7 +17,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use cairn_store::{Consistency, NewSnapshot};
+use cairn_store::metadata::MAX_METADATA_TEXT;
+use cairn_store::{Consistency, Metadata, NewSnapshot};
 
 use super::Epoch;
 use super::chunk_state::ChunkStates;
@@ -28,7 +29,7 @@ use crate::mirror::files::disk_file::allocate_more;
 use crate::mirror::layout::Layout;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"CRNEPOCH");
-const VERSION: u64 = 3;
+const VERSION: u64 = 4;
 
 /// Indices of words in the header.
 mod word {
@@ -52,15 +53,20 @@ mod word {
     pub(super) const ROOM: usize = 12;
     /// 1 once the layer has a table.
     pub(super) const HAS_TABLE: usize = 13;
+    /// 1 if the checkpoint was requested from inside the guest.
+    pub(super) const IS_FROM_GUEST: usize = 14;
     /// A length in bytes, then 8 words of text.
     pub(super) const LABEL: usize = 16;
     /// A length in bytes, then 64 words of text.
     pub(super) const REASON: usize = 32;
+    /// A length in bytes, then 260 words of text.
+    pub(super) const METADATA: usize = 128;
     pub(super) const COUNT: usize = 512;
 }
 
 const LABEL_MAX_BYTES: usize = 64;
 const REASON_MAX_BYTES: usize = 512;
+const _: () = assert!(word::METADATA + 1 + MAX_METADATA_TEXT.div_ceil(8) <= word::COUNT);
 
 /// The record of one epoch: its state, the states of its chunks and, once a checkpoint has ended
 /// the epoch, that checkpoint.
@@ -275,7 +281,9 @@ impl EpochRecord {
             Consistency::Application => 2,
         };
         set(word::CONSISTENCY, consistency);
+        set(word::IS_FROM_GUEST, new.is_from_guest.into());
         self.put_text(word::LABEL, new.label.as_deref().unwrap_or(""), LABEL_MAX_BYTES);
+        self.put_text(word::METADATA, &new.metadata.to_text(), MAX_METADATA_TEXT);
         self.header[word::ACCEPTED].store(1, Ordering::Release);
     }
 
@@ -289,6 +297,10 @@ impl EpochRecord {
         Some(NewSnapshot {
             number: get(word::NUMBER),
             label: (!label.is_empty()).then_some(label),
+            // A damaged text costs the metadata, not the checkpoint.
+            metadata: Metadata::from_text(&self.text(word::METADATA, MAX_METADATA_TEXT))
+                .unwrap_or_default(),
+            is_from_guest: get(word::IS_FROM_GUEST) == 1,
             size: self.size(),
             consistency: match get(word::CONSISTENCY) {
                 0 => Consistency::Crash,

@@ -17,6 +17,8 @@ pub(super) fn accept(layer: &Layer, number: u64) {
     layer.accept(&NewSnapshot {
         number,
         label: None,
+        metadata: cairn_store::Metadata::default(),
+        is_from_guest: false,
         size: 1 << 20,
         consistency: Consistency::Crash,
         time: 0,

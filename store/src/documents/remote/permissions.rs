@@ -3,7 +3,7 @@
 //! | caller | reads | changes |
 //! |---|---|---|
 //! | client, or anybody on plain TCP | everything | everything |
-//! | supervisor | everything | `members`, `suspects`, `leader`, `health`, `snapshots`, `available`, `drafts` |
+//! | supervisor | everything | `members`, `suspects`, `leader`, `health`, `images`, `snapshots`, `labels`, `available`, `drafts` |
 //! | peer *X* | `members/X`, `alive/X` | `members/X`, `alive/X` |
 //!
 //! A peer is not trusted. What it writes about itself may be wrong, so readers of its documents
@@ -18,10 +18,20 @@ use crate::net::identity::{Identity, Role};
 /// The roles that a catalog serves.
 pub(super) const CALLERS: [Role; 3] = [Role::Client, Role::Supervisor, Role::Peer];
 
-/// The folders that a supervisor may change: it declares peers lost, and repair makes snapshots
-/// stable and gives up creations that were interrupted. Images, mirrors and leases are not in them.
-const SUPERVISOR_FOLDERS: [&str; 7] =
-    ["members", "suspects", "leader", "health", "snapshots", "available", "drafts"];
+/// The folders that a supervisor may change: it declares peers lost, repair makes snapshots stable
+/// and gives up creations that were interrupted, and a prune removes snapshots. Policies, mirrors and
+/// leases are not in them.
+const SUPERVISOR_FOLDERS: [&str; 9] = [
+    "members",
+    "suspects",
+    "leader",
+    "health",
+    "images",
+    "snapshots",
+    "labels",
+    "available",
+    "drafts",
+];
 
 /// The longest document that a peer may write, in bytes. All clients read it.
 const MAX_PEER_DOCUMENT: usize = 4096;
@@ -157,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn a_supervisor_reads_everything_and_changes_no_image() {
+    fn a_supervisor_reads_everything_and_changes_no_policy_lease_or_mirror() {
         let caller = Some(Identity::Supervisor);
         let commit = |change: Change| check(caller, &Request::Commit(None, change));
         let change = Change::default;
@@ -166,11 +176,12 @@ mod tests {
         for good in [
             change().put("leader/supervisor", &1).put("health/losses", &1).put("members/x", &1),
             change().remove(Query::prefix("suspects/")).put("snapshots/vm1/1", &1),
+            change().put("images/vm1", &1).remove(Query::key("labels/vm1/x")),
         ] {
             commit(good).unwrap();
         }
         for bad in [
-            change().put("images/vm1", &1),
+            change().put("policies/vm1", &1),
             change().put("health/x", &1).put("healthy/x", &1),
             change().put("leases/vm1", &1),
             change().remove(Query::key("mirrors/x")),

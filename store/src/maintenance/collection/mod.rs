@@ -15,7 +15,7 @@
 //! | `sweep_directory` | deletes from a directory what is not marked |
 //! | `sweep_peers` | deletes from peers what is not marked |
 //!
-//! - One collection or repair runs at a time: it holds the [`RepairLease`].
+//! - One collection or repair runs at a time: it holds the lease that repairs hold, too.
 //! - A blob is deleted only if it is not marked *and* its stamp is below the bound.
 //! - Nothing is deleted if a tree node cannot be read, unless the caller gives up the snapshots that
 //!   need it.

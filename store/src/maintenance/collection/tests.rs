@@ -16,6 +16,7 @@ use crate::documents::{Change, Query};
 use crate::error::{Error, ErrorKind, Result};
 use crate::geometry::{ChunkIndex, Geometry};
 use crate::id::{BlobId, ChunkId, MirrorId};
+use crate::metadata::Metadata;
 use crate::name::SnapshotRef;
 use crate::repository::Repository;
 use crate::repository::attachment::Attachment;
@@ -149,7 +150,17 @@ pub(super) fn attach(repository: &Repository, mirror: u8, snapshot: &Snapshot) -
 pub(super) fn new(number: u64) -> NewSnapshot {
     let (consistency, time, dirty_bytes, pause_us) = (Consistency::Crash, 1, 0, 0);
     let size = geometry().size();
-    NewSnapshot { number, label: None, size, consistency, time, dirty_bytes, pause_us }
+    NewSnapshot {
+        number,
+        label: None,
+        metadata: Metadata::default(),
+        is_from_guest: false,
+        size,
+        consistency,
+        time,
+        dirty_bytes,
+        pause_us,
+    }
 }
 
 /// Takes a checkpoint of a mirror.

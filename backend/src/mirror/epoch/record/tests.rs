@@ -4,9 +4,14 @@ use super::{ChunkCounts, Epoch, EpochFiles, LayerState};
 use crate::mirror::epoch::chunk_state::ChunkState;
 
 fn new(label: Option<&str>) -> NewSnapshot {
+    let mut metadata = cairn_store::Metadata::default();
+    metadata.set("step", "4 of ü").unwrap();
+    (0..14).for_each(|key| metadata.set(&format!("key-{key}"), &"v".repeat(100)).unwrap());
     NewSnapshot {
         number: 7,
         label: label.map(String::from),
+        metadata,
+        is_from_guest: true,
         size: 1 << 20,
         consistency: Consistency::Filesystem,
         time: 1_800_000_000,
