@@ -332,8 +332,23 @@ impl Catalog {
         })
     }
 
-    /// Everything that a collection must keep, as of one moment.
-    pub(crate) fn collection_roots(&self) -> Result<CollectionRoots> {
+    /// Ends the commits of processes that have died on this host. A publication that such a process
+    /// has sent before its death may still be on its way to the catalog: it fails from then on.
+    pub(crate) fn end_dead_commits(&self) -> Result<()> {
+        let (observer, mut dead) = (Process::current()?, Vec::new());
+        self.documents.scan(&[COMMITS], &mut |key, document| {
+            let one: CommitDocument = document.decode(key)?;
+            if one.holder.process.is_dead(&observer) {
+                dead.push(key.to_owned());
+            }
+            Ok(())
+        })?;
+        dead.iter().try_for_each(|key| self.end_leased(key))
+    }
+
+    /// Everything that a collection must keep, as of one moment. A dry run does not end the commits of
+    /// dead processes, so it leaves them out with `skip_dead_commits`.
+    pub(crate) fn collection_roots(&self, skip_dead_commits: bool) -> Result<CollectionRoots> {
         // Checks the version of the documents.
         self.read(&[])?;
         let observer = Process::current()?;
@@ -346,8 +361,9 @@ impl Catalog {
         self.documents.scan(&prefixes, &mut |key, document| {
             if key.starts_with(COMMITS) {
                 let one: CommitDocument = document.decode(key)?;
-                // What a dead process has stored is never published.
-                if !one.holder.process.is_dead(&observer) {
+                // Without a dry run, a process may have died after the dead commits were ended. Its
+                // publication may still arrive.
+                if !skip_dead_commits || !one.holder.process.is_dead(&observer) {
                     all.hold_since(&one.holder, "commit", Some(one.collection));
                 }
             } else if let Some(name) = key.strip_prefix(IMAGES) {

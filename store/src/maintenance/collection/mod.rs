@@ -150,7 +150,7 @@ impl Collection<'_> {
         let give_up: Vec<_> = self.options.give_up.iter().map(name).collect::<Result<_>>()?;
         let number = self.begin()?;
         // After the number was raised: see `catalog::collection`.
-        let mut roots = catalog.collection_roots()?;
+        let mut roots = catalog.collection_roots(self.options.dry_run)?;
         let bound = self.bound(number, &roots)?;
         let Marked { names, count } = mark(self.repository, &roots, &give_up, self.progress)?;
         let mut report = CollectionReport {
@@ -184,7 +184,13 @@ impl Collection<'_> {
         };
         match self.options.dry_run {
             true => Ok(catalog.collection_number()?.max(highest).next()),
-            false => catalog.begin_collection(highest, self.options.accept_older_catalog),
+            false => {
+                let number =
+                    catalog.begin_collection(highest, self.options.accept_older_catalog)?;
+                // Before the roots are read: what these commits have stored is garbage then.
+                catalog.end_dead_commits()?;
+                Ok(number)
+            }
         }
     }
 

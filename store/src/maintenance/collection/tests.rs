@@ -81,7 +81,7 @@ impl Site {
     /// The names of all blobs that snapshots and mirrors refer to.
     pub(super) fn referred(&self) -> BTreeSet<BlobId> {
         let (repository, mut all) = (self.open(), BTreeSet::new());
-        for root in repository.catalog().collection_roots().unwrap().roots {
+        for root in repository.catalog().collection_roots(true).unwrap().roots {
             let mut visit = |referred: Referred| {
                 all.insert(match referred {
                     Referred::Node(id) => id.into(),
@@ -311,6 +311,33 @@ fn an_import_that_is_given_up_leaves_only_garbage() {
 }
 
 /// The process slept for longer than its lease, and collections have run meanwhile.
+/// The catalog of a cluster gets a change from a connection. The process may be dead when that happens.
+#[test]
+fn a_publication_that_arrives_after_the_death_of_its_process_and_a_collection_fails() {
+    let site = Site::new();
+    let writer = site.open();
+    let commit = writer.begin_commit().unwrap();
+    let root = store(&writer, &Root::default(), &disk([(0, 1), (1, 2)]));
+    writer.flush().unwrap();
+    kill_holders(&writer, "commits/");
+    let died = site.collect();
+    assert_eq!((died.waiting.objects, died.holders.len()), (0, 0), "{died:?}");
+    let late = commit.publish_image(&"late".parse().unwrap(), geometry(), &root, 0, 0);
+    assert!(matches!(late, Err(Error::ContentLost { .. })), "{late:?}");
+}
+
+/// Makes the documents under a prefix those of a process of this host that has died.
+fn kill_holders(repository: &Repository, prefix: &str) {
+    let documents = repository.documents();
+    let view = documents.read(&[Query::prefix(prefix)]).unwrap();
+    let mut change = Change::default();
+    for (name, mut document) in view.under::<serde_json::Value>(prefix).unwrap() {
+        document["process"]["start_time"] = 1.into();
+        change = change.put(format!("{prefix}{name}"), &document);
+    }
+    assert!(documents.commit(&change).unwrap());
+}
+
 #[test]
 fn a_commit_whose_document_has_expired_publishes_nothing_that_is_gone() {
     for is_collected in [true, false] {
