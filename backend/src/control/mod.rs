@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use std::{io, thread};
 
 use tokio::net::{UnixListener, UnixStream};
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::Semaphore;
 use tokio::sync::mpsc;
 
@@ -73,15 +73,23 @@ pub(crate) struct ControlContext {
     pub(crate) guest_checkpoints: Mutex<RateLimit>,
 }
 
-/// Starts the thread that answers requests and handles signals. On a signal it triggers `stop`.
+/// Starts the thread that answers requests and handles signals. On a signal it triggers `stop`. From
+/// the return of this call on, no signal ends the process uncleanly.
 pub(crate) fn spawn(
     listeners: Listeners,
     context: Arc<ControlContext>,
     stop: StopHandle,
 ) -> io::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let signals = {
+        let _runtime = runtime.enter();
+        Signals {
+            terminate: signal(SignalKind::terminate())?,
+            interrupt: signal(SignalKind::interrupt())?,
+        }
+    };
     thread::Builder::new().name("control".into()).spawn(move || {
-        if let Err(error) = runtime.block_on(run(listeners, context, stop.clone())) {
+        if let Err(error) = runtime.block_on(run(listeners, context, signals, stop.clone())) {
             tracing::error!(%error, "the control thread failed");
             stop.stop();
         }
@@ -89,13 +97,27 @@ pub(crate) fn spawn(
     Ok(())
 }
 
+/// The signals that stop the process.
+struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl Signals {
+    async fn next(&mut self) {
+        tokio::select! {
+            _ = self.terminate.recv() => {}
+            _ = self.interrupt.recv() => {}
+        }
+    }
+}
+
 async fn run(
     listeners: Listeners,
     context: Arc<ControlContext>,
+    mut signals: Signals,
     stop: StopHandle,
 ) -> io::Result<()> {
-    let mut terminate = signal(SignalKind::terminate())?;
-    let mut interrupt = signal(SignalKind::interrupt())?;
     for (listener, origin) in [(listeners.control, Origin::Host), (listeners.proxy, Origin::Guest)]
     {
         if let Some(listener) = listener {
@@ -106,17 +128,11 @@ async fn run(
     if let Some((listener, guest)) = listeners.vsock {
         tokio::spawn(accept_vsock(listener, guest, context));
     }
-    tokio::select! {
-        _ = terminate.recv() => {}
-        _ = interrupt.recv() => {}
-    }
+    signals.next().await;
     tracing::info!("stopping");
     stop.stop();
     // A second signal ends the process at once.
-    tokio::select! {
-        _ = terminate.recv() => {}
-        _ = interrupt.recv() => {}
-    }
+    signals.next().await;
     tracing::error!("stopped by a second signal, uncleanly");
     std::process::exit(1);
 }
