@@ -5,7 +5,7 @@
 //! first time. Each snapshot that the mirror publishes moves the reference: the record of that
 //! snapshot names the mirror. A tombstone is stored when the mirror is detached or forgotten.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashMap};
 
 use serde::{Deserialize, Serialize};
 
@@ -50,6 +50,11 @@ impl MirrorReference {
     pub(crate) fn removal(mirror: MirrorId, redundancy: Redundancy) -> MirrorReference {
         let (format, version, recorded) = (FORMAT.to_owned(), VERSION, now());
         MirrorReference { format, version, mirror, redundancy, document: None, recorded }
+    }
+
+    /// The mirror, whether this is its tombstone, and when this was recorded.
+    pub(super) fn subject(&self) -> (MirrorId, bool, u64) {
+        (self.mirror, self.document.is_none(), self.recorded)
     }
 
     #[cfg(test)]
@@ -130,11 +135,16 @@ impl Catalog {
 
 /// The last snapshot that each mirror published, whether it was removed since or not.
 fn published_by_mirrors(records: &[Record]) -> BTreeMap<(ImageId, MirrorId), (u64, Root)> {
-    let failed: HashSet<_> = records.iter().filter_map(Record::failed).collect();
+    let mut failures: HashMap<ImageId, Vec<&Record>> = HashMap::new();
+    for record in records.iter().filter(|record| record.has_failures()) {
+        failures.entry(record.image_id()).or_default().push(record);
+    }
+    let has_failed = |image: &ImageId, number| {
+        failures.get(image).is_some_and(|all| all.iter().any(|one| one.has_failed(number)))
+    };
     let mut last = BTreeMap::new();
     let published = records.iter().filter_map(Record::published_by);
-    let published =
-        published.filter(|((image, _), number, _)| !failed.contains(&(*image, *number)));
+    let published = published.filter(|((image, _), number, _)| !has_failed(image, *number));
     for (key, number, root) in published {
         let known = last.entry(key).or_insert((number, root));
         if number > known.0 {

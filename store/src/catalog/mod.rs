@@ -16,6 +16,7 @@
 //! | `collection` | the numbers of collections; commits and readers; what a collection must keep |
 //! | `available` | the index of *available* snapshots |
 //! | `removal` | removing images and snapshots |
+//! | `removal_summary` | one record for all removed snapshots of an image; which records are needed |
 //! | `edits` | labels, pins, metadata and obsolete marks of snapshots |
 //! | `policies` | retention policies |
 //! | `mirrors` | attaching mirrors; the lease of an image's writer and its fence |
@@ -41,6 +42,7 @@ mod mirrors;
 mod policies;
 mod records;
 mod removal;
+mod removal_summary;
 #[cfg(test)]
 mod tests;
 
@@ -62,6 +64,7 @@ pub use self::policies::AppliedPolicy;
 pub use self::records::Rebuilt;
 pub(crate) use self::records::{Record, RecordSubject, Records, recorded_redundancy};
 pub(crate) use self::removal::{PruneCheck, Refused};
+pub(crate) use self::removal_summary::{MAX_RANGES, RecordsInUse, RemovalSummary};
 
 use self::documents::{ImageDocument, SCHEMA, SCHEMA_VERSION, image, image_key};
 use crate::documents::{Change, Documents, Query, View};

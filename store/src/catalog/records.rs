@@ -2,7 +2,8 @@
 //!
 //! Records are immutable. A record is stored before its snapshot is published. A *tombstone* is a
 //! record without a snapshot. It is stored when a snapshot fails, and before the removal of a
-//! snapshot or an image is complete. If the catalog is lost, it is rebuilt from the records.
+//! snapshot or an image is complete. A [summary](super::removal_summary) takes the place of many
+//! tombstones. If the catalog is lost, it is rebuilt from the records.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -16,6 +17,7 @@ use super::documents::{
 use super::images::snapshot_of;
 use super::index::{LabelDocument, SnapshotIndex};
 use super::mirror_records::{self, MirrorReference};
+use super::removal_summary::RemovalSummary;
 use crate::clock::now;
 use crate::cluster::membership::{ClusterEpoch, LOSSES};
 use crate::documents::{Change, Query};
@@ -58,6 +60,9 @@ pub(crate) struct Record {
     epoch: u64,
     /// Whether this is the tombstone of a snapshot that was never published.
     is_failure: bool,
+    /// The removed snapshots of the image, if this is a summary of removals. The number is 0 then.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    summary: Option<RemovalSummary>,
 }
 
 impl Record {
@@ -90,7 +95,17 @@ impl Record {
             peers: 0,
             epoch: 0,
             is_failure: false,
+            summary: None,
         }
+    }
+
+    /// A summary of the image's removed snapshots.
+    pub(super) fn summary(
+        image_name: &ImageName,
+        image: &ImageDocument,
+        summary: RemovalSummary,
+    ) -> Record {
+        Record { summary: Some(summary), ..Record::removal(image_name, image, 0) }
     }
 
     #[cfg(test)]
@@ -117,7 +132,7 @@ impl Record {
         self.image.policy()
     }
 
-    /// The snapshot's state; `None` for a tombstone.
+    /// The snapshot's state; `None` for a tombstone or a summary.
     pub(crate) fn state(&self) -> Option<SnapshotState> {
         self.snapshot.as_ref().map(|snapshot| snapshot.state)
     }
@@ -126,9 +141,15 @@ impl Record {
         serde_json::to_vec(self).expect("records are plain data")
     }
 
-    /// The image and the number, if this is the tombstone of a snapshot that was not published.
-    pub(super) fn failed(&self) -> Option<(ImageId, u64)> {
-        self.is_failure.then_some((self.image.id, self.number))
+    /// Whether this says that a snapshot of its image was not published.
+    pub(super) fn has_failed(&self, number: u64) -> bool {
+        let is_listed = self.summary.as_ref().is_some_and(|all| all.failed.contains(number));
+        is_listed || (self.is_failure && self.number == number)
+    }
+
+    /// Whether this may say that snapshots were not published.
+    pub(super) fn has_failures(&self) -> bool {
+        self.is_failure || self.summary.is_some()
     }
 
     /// The image, the mirror, the number and the root, if a mirror may have published the snapshot.
@@ -176,24 +197,37 @@ impl AnyRecord {
 
 /// What a record is about.
 pub(crate) enum RecordSubject {
-    /// A snapshot with content.
-    Snapshot(ImageId, u64),
-    /// A snapshot that was removed or never published, or with the number 0, an image that was removed.
-    Removal(ImageId, u64),
-    /// A mirror, or a snapshot without content.
-    Other,
+    /// A snapshot, and whether it has content.
+    Snapshot { image: ImageId, number: u64, has_content: bool },
+    /// A snapshot that was removed, or that was never published.
+    Removal { image: ImageId, number: u64, is_failure: bool },
+    /// An image that was removed.
+    ImageRemoval(ImageId),
+    /// Snapshots of an image that were removed, or that were never published.
+    Summary(ImageId, RemovalSummary),
+    /// A mirror that was attached or is gone, and when: seconds since 1970.
+    Mirror { mirror: MirrorId, is_removal: bool, recorded: u64 },
 }
 
 impl RecordSubject {
     pub(crate) fn of(record: &[u8]) -> Result<RecordSubject> {
-        let AnyRecord::Snapshot(record) = AnyRecord::parse(record)? else {
-            return Ok(RecordSubject::Other);
+        let record = match AnyRecord::parse(record)? {
+            AnyRecord::Snapshot(record) => record,
+            AnyRecord::Mirror(reference) => {
+                let (mirror, is_removal, recorded) = reference.subject();
+                return Ok(RecordSubject::Mirror { mirror, is_removal, recorded });
+            }
         };
-        let (image, number) = (record.image.id, record.number);
+        let (image, number, is_failure) = (record.image.id, record.number, record.is_failure);
         Ok(match record.state() {
-            None => RecordSubject::Removal(image, number),
-            Some(state) if state.has_content() => RecordSubject::Snapshot(image, number),
-            Some(_) => RecordSubject::Other,
+            Some(state) => {
+                RecordSubject::Snapshot { image, number, has_content: state.has_content() }
+            }
+            None => match record.summary {
+                Some(summary) => RecordSubject::Summary(image, summary),
+                None if number == 0 => RecordSubject::ImageRemoval(image),
+                None => RecordSubject::Removal { image, number, is_failure },
+            },
         })
     }
 }
@@ -467,12 +501,15 @@ impl RecordedImage {
         let restored = records.iter().map(|one| one.image.restored).max().unwrap_or(0);
         let next = records.iter().map(|one| one.image.next_number.max(one.number + 1)).max();
         let size = records.iter().map(Record::size).max().unwrap_or(0);
-        let newest: BTreeMap<u64, Record> =
-            records.into_iter().map(|record| (record.number, record)).collect();
+        let mut removed = RemovalSummary::default();
+        records.iter().filter_map(|one| one.summary.as_ref()).for_each(|one| removed.add_all(one));
+        let single = records.into_iter().filter(|record| record.summary.is_none());
+        let newest: BTreeMap<u64, Record> = single.map(|one| (one.number, one)).collect();
         let is_removed = newest.contains_key(&0);
         let snapshots =
             newest.into_iter().filter_map(|(number, one)| Some((number, one.snapshot?)));
         let snapshots = snapshots.filter(|(_, one)| one.state.has_content() && !is_removed);
+        let snapshots = snapshots.filter(|(number, _)| !removed.removed.contains(*number));
         let (next_number, snapshots) = (next.unwrap_or(0), snapshots.collect());
         RecordedImage { last, next_number, size, fence, restored, snapshots }
     }

@@ -73,19 +73,19 @@ pub(super) async fn each_record(
 }
 
 /// The records of one peer that have a valid seal, in pages.
-struct RecordPages<'a> {
+pub(super) struct RecordPages<'a> {
     connected: &'a ConnectedPeers,
     peer: PeerId,
     check: ListCheck,
 }
 
 impl<'a> RecordPages<'a> {
-    fn new(connected: &'a ConnectedPeers, peer: PeerId) -> RecordPages<'a> {
+    pub(super) fn new(connected: &'a ConnectedPeers, peer: PeerId) -> RecordPages<'a> {
         RecordPages { connected, peer, check: ListCheck::new(BlobId::from_bytes([0; 32])) }
     }
 
     /// The next page; `None` if there are no more.
-    async fn next(&mut self) -> Result<Option<Vec<Fragment>>> {
+    pub(super) async fn next(&mut self) -> Result<Option<Vec<Fragment>>> {
         let RecordPages { connected, peer, check } = self;
         let request = connected.records(peer, check.after());
         let mut page = check.wait(peer, request).await??;

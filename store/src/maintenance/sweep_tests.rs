@@ -43,7 +43,11 @@ impl Heartbeats {
     }
 
     /// The heartbeats of some of the peers.
-    fn of_some(site: &Site, peers: &[usize], documents: &Arc<dyn Documents>) -> Heartbeats {
+    pub(super) fn of_some(
+        site: &Site,
+        peers: &[usize],
+        documents: &Arc<dyn Documents>,
+    ) -> Heartbeats {
         let announcements = peers.iter().map(|at| &site.peers[*at]).map(|peer| {
             let domain = peer.id.to_string();
             Announcement { id: peer.id, address: peer.address.clone(), domain }

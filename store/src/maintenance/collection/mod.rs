@@ -14,6 +14,7 @@
 //! | `mark` | sorts the names of all blobs that a root refers to |
 //! | `sweep_directory` | deletes from a directory what is not marked |
 //! | `sweep_peers` | deletes from peers what is not marked |
+//! | `fold` | deletes from peers the records that nobody needs |
 //!
 //! - One collection or repair runs at a time: it holds the lease that repairs hold, too.
 //! - A blob is deleted only if it is not marked *and* its stamp is below the bound.
@@ -21,6 +22,7 @@
 //!   need it.
 //! - A collection that is killed leaves blobs without names, which the next one deletes.
 
+mod fold;
 #[cfg(test)]
 mod life_tests;
 mod mark;

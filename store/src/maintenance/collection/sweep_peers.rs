@@ -2,7 +2,7 @@
 //!
 //! Each peer hands over its sorted list in pages, which is merged with the sorted names of what must
 //! be kept. It is told in batches which fragments are garbage, and deletes those whose stamp is below
-//! the bound. Records are never garbage.
+//! the bound. Which records are garbage is decided in `fold`.
 
 use std::sync::Arc;
 use std::thread;
@@ -15,10 +15,11 @@ use crate::cluster::list_check::ListCheck;
 use crate::cluster::membership::{self, Health, Peer};
 use crate::cluster::protocol::{FragmentId, Held, MAX_DELETED, MAX_LISTED};
 use crate::cluster::repair::{ConnectedPeers, Peers};
+use crate::collection::CollectionNumber;
 use crate::durable::sorted_runs::SortedRuns;
 use crate::encoding::fragment::Kind;
 use crate::error::{Error, Result};
-use crate::id::BlobId;
+use crate::id::{BlobId, PeerId};
 use crate::maintenance::unlisted::count_unlisted_snapshots;
 
 /// How often snapshots that only the peers know are looked for. An image that is being created is one
@@ -45,6 +46,7 @@ impl Collection<'_> {
         let (connected, runtime) = (Arc::new(connected), runtime()?);
         self.check_listed(&connected, &runtime, &peers)?;
         let is_live = |peer: &&Peer| matches!(peer.health, Health::Up | Health::Draining);
+        self.repository.blobs().raise_stamp(report.number);
         for peer in &peers {
             if !is_live(&peer) {
                 report.silent.push((peer.id, "it is down".into()));
@@ -56,7 +58,7 @@ impl Collection<'_> {
                 Ok(()) => {}
             }
         }
-        Ok(())
+        self.fold_records(&connected, &runtime, &peers, report)
     }
 
     /// Fails if the peers have records of snapshots that the catalog does not have.
@@ -103,18 +105,20 @@ impl Collection<'_> {
                 }
             }
             for some in garbage.chunks(MAX_DELETED) {
-                self.delete_from_peer(connected, peer, some, report).await?;
+                self.delete_from_peer(connected, &peer.id, some, report.bound, report).await?;
             }
             let freed = report.freed.bytes;
             (self.progress)(CollectionProgress::Sweeping { seen, freed });
         }
     }
 
-    async fn delete_from_peer(
+    /// Deletes those of these fragments whose stamp is below `bound`.
+    pub(super) async fn delete_from_peer(
         &self,
         connected: &ConnectedPeers,
-        peer: &Peer,
+        peer: &PeerId,
         garbage: &[(FragmentId, u64)],
+        bound: CollectionNumber,
         report: &mut CollectionReport,
     ) -> Result<()> {
         let (objects, bytes) =
@@ -125,7 +129,7 @@ impl Collection<'_> {
                 return Err(Error::LeaseLost);
             }
             let fragments: Vec<_> = garbage.iter().map(|(fragment, _)| *fragment).collect();
-            freed.bytes = connected.delete_below(peer.id, &fragments, 0, report.bound).await?;
+            freed.bytes = connected.delete_below(*peer, &fragments, 0, bound).await?;
             // The peer only says how many bytes are free again.
             let share = freed.bytes.min(bytes) as f64 / bytes.max(1) as f64;
             freed.objects = (objects as f64 * share).round() as u64;
