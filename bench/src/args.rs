@@ -60,6 +60,8 @@ pub(crate) enum Case {
     Rebuild,
     /// A catalog of a million snapshots, compared with one of a thousand.
     Scale,
+    /// A disk image and a second version of it in a repository, compared with restic and borg.
+    Backup,
     /// All cases.
     All,
 }
@@ -74,6 +76,7 @@ impl Case {
             Case::Clients => "clients",
             Case::Rebuild => "rebuild",
             Case::Scale => "scale",
+            Case::Backup => "backup",
             Case::All => "all",
         }
     }
@@ -88,6 +91,7 @@ impl Case {
                 Case::Clients,
                 Case::Rebuild,
                 Case::Scale,
+                Case::Backup,
             ],
             one => std::slice::from_ref(one),
         }

@@ -8,6 +8,7 @@
 //!           clients ────┤   cluster  peers as processes, limited links, and test data
 //!           rebuild ────┤
 //!           scale ──────┤
+//!           backup ─────┤
 //!             │         │
 //!             ▼         ▼
 //!           report: tables, JSON, Markdown, charts, goals
@@ -17,6 +18,7 @@
 //! machine affects them equally. The report contains medians over the rounds.
 
 mod args;
+mod backup;
 mod checkpoint;
 mod clients;
 mod cluster;
@@ -56,6 +58,7 @@ fn main() -> Result<()> {
             Case::Clients => clients::run(&site, &args)?,
             Case::Rebuild => rebuild::run(&site, &args)?,
             Case::Scale => scale::run(&site, &args)?,
+            Case::Backup => backup::run(&site, &args)?,
             Case::All => unreachable!("`each` returns the single cases"),
         };
         warn_if_busy()?;

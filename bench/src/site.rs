@@ -163,7 +163,8 @@ fn build(programs: &Path) -> Result<()> {
     }
 }
 
-fn find(program: &str) -> Option<PathBuf> {
+/// The path of a program that is on the search path.
+pub(crate) fn find(program: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH")?;
     std::env::split_paths(&path).map(|dir| dir.join(program)).find(|file| file.is_file())
 }

@@ -7,6 +7,7 @@ use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::process::Child;
+use std::time::Duration;
 
 /// Creates memory that can be shared with another process by its descriptor.
 pub(crate) fn memfd(len: u64) -> Result<File> {
@@ -31,6 +32,19 @@ pub(crate) fn terminate(child: &Child) {
 pub(crate) fn settle() {
     // SAFETY: sync takes no arguments.
     unsafe { libc::sync() };
+}
+
+/// The CPU time of all ended children of this process, and of their ended children.
+pub(crate) fn children_cpu_time() -> Result<Duration> {
+    let mut usage = std::mem::MaybeUninit::<libc::rusage>::zeroed();
+    // SAFETY: the call writes one rusage, which outlives it.
+    if unsafe { libc::getrusage(libc::RUSAGE_CHILDREN, usage.as_mut_ptr()) } != 0 {
+        return Err(Error::last_os_error());
+    }
+    // SAFETY: all bits zero are a valid rusage, and the call has succeeded.
+    let usage = unsafe { usage.assume_init() };
+    let time = |one: libc::timeval| Duration::new(one.tv_sec as u64, one.tv_usec as u32 * 1000);
+    Ok(time(usage.ru_utime) + time(usage.ru_stime))
 }
 
 /// The number of clock ticks in a second. CPU times in /proc are in clock ticks.
