@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use cairn_store::Durability;
 use clap::builder::Resettable;
-use clap::{ArgGroup, CommandFactory, FromArgMatches, Parser};
+use clap::{Arg, ArgAction, ArgGroup, Command, CommandFactory, FromArgMatches, Parser};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -182,7 +182,7 @@ pub struct Args {
 impl Args {
     /// Parses the arguments of this process. If they are wrong, prints why and ends the process.
     pub fn from_process() -> Args {
-        let mut command = Args::command();
+        let mut command = command_line();
         // A file for systemd may set a variable to nothing.
         for option in ["store", "keys", "live"] {
             command = command.mut_arg(option, |arg| {
@@ -236,6 +236,16 @@ fn queue_size(text: &str) -> Result<u16, String> {
     }
 }
 
+/// The command line, also for the manual page and the completions.
+pub fn command_line() -> Command {
+    // [`wants_capabilities`] finds this option before the arguments are parsed.
+    let capabilities = Arg::new("print-capabilities")
+        .long("print-capabilities")
+        .action(ArgAction::SetTrue)
+        .help("Print what the program can do, as QEMU's convention for backend programs wants it, and exit");
+    Args::command().arg(capabilities)
+}
+
 /// Whether `--print-capabilities` is among the arguments. It needs none of the other arguments.
 pub fn wants_capabilities(mut args: impl Iterator<Item = std::ffi::OsString>) -> bool {
     args.any(|arg| arg == "--print-capabilities")
@@ -246,18 +256,18 @@ pub const CAPABILITIES: &str = r#"{"type": "block", "features": ["read-only"]}"#
 
 #[cfg(test)]
 mod tests {
-    use clap::{CommandFactory, Parser};
+    use clap::Parser;
 
-    use super::Args;
+    use super::{Args, command_line};
 
     #[test]
     fn the_arguments_are_consistent() {
-        Args::command().debug_assert();
+        command_line().debug_assert();
     }
 
     #[test]
     fn the_help_names_all_kinds_of_repositories() {
-        let help = Args::command().render_long_help().to_string();
+        let help = command_line().render_long_help().to_string();
         for kind in ["dir:PATH", "cairn://HOST:PORT", "etcd://HOST:PORT"] {
             assert!(help.contains(kind), "no {kind}");
         }

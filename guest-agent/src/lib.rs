@@ -13,6 +13,10 @@
 //!
 //! The same messages travel over the host's control socket and over virtio-vsock. The guest may use
 //! fewer of them: see [`Request::allowed_from_guest`].
+//!
+//! [`program`] is `cairn-agent` itself. Its command line is public for the manual pages.
+
+pub mod program;
 
 use std::collections::BTreeMap;
 

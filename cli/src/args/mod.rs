@@ -29,21 +29,24 @@ Exit codes:
 
 Sizes are bytes, or have a suffix K, M, G or T (powers of 1024).";
 
+/// The heading of the options that every command accepts.
+const GLOBAL: &str = "Global options";
+
 /// Manages disk images of virtual machines, their snapshots, and checkpoints of running disks.
 #[derive(Debug, Parser)]
 #[command(name = "cairn", version, after_help = EXIT_CODES, max_term_width = 100)]
 pub(crate) struct Cli {
     /// The repository: dir:PATH, or a cluster: cairn://HOST:PORT (a catalog server) or
     /// etcd://HOST:PORT[,HOST:PORT...] (etcd)
-    #[arg(long, global = true, env = "CAIRN_STORE", value_name = "URL")]
+    #[arg(long, global = true, help_heading = GLOBAL, env = "CAIRN_STORE", value_name = "URL")]
     pub(crate) store: Option<String>,
     /// The directory with the keys for a cluster: ca.pem, and the certificate and key of the role;
     /// for the commands of `keys`, the directory of the authority
-    #[arg(long, global = true, env = "CAIRN_KEYS", value_name = "DIR")]
+    #[arg(long, global = true, help_heading = GLOBAL, env = "CAIRN_KEYS", value_name = "DIR")]
     pub(crate) keys: Option<PathBuf>,
     /// Connect to a cluster without TLS: everyone on the network can read and change the data.
     /// CAIRN_KEYS is ignored
-    #[arg(long, global = true, conflicts_with = "keys")]
+    #[arg(long, global = true, help_heading = GLOBAL, conflicts_with = "keys")]
     pub(crate) insecure: bool,
     #[command(flatten)]
     pub(crate) style: Style,
@@ -77,32 +80,37 @@ const UNUSED: [(&str, &[&str]); 18] = [
 impl Cli {
     /// Parses the arguments of this process.
     pub(crate) fn from_process() -> Result<Cli, clap::Error> {
-        let mut command = Cli::command_line();
-        let matches: ArgMatches = command.try_get_matches_from_mut(std::env::args_os())?;
-        Cli::from_arg_matches(&matches).map_err(|error| error.format(&mut command))
-    }
-
-    /// The command line. The help of each command shows only the global options that it uses.
-    fn command_line() -> clap::Command {
         let mut command = without_empty_variables(Cli::command(), &["store", "keys"]);
         if std::env::args_os().any(|arg| arg == "--insecure") {
             // What is typed overrides the environment. `--keys` beside it is still an error.
             command = command.mut_arg("keys", |keys| keys.env(Resettable::Reset));
         }
-        let options: Vec<_> = command.get_arguments().cloned().collect();
-        for (name, unused) in UNUSED {
-            // A subcommand that has an argument of this id does not inherit the global one.
-            let hidden = options
-                .iter()
-                .filter(|option| unused.contains(&option.get_id().as_str()))
-                .map(|option| option.clone().hide(true));
-            command = command.mut_subcommand(name, |subcommand| subcommand.args(hidden));
-        }
-        // `keys init` names its directory as an argument.
-        let hidden = options.into_iter().find(|option| option.get_id() == "keys");
-        let hidden = hidden.map(|option| option.hide(true));
-        command.mut_subcommand("keys", |keys| keys.mut_subcommand("init", |init| init.args(hidden)))
+        let mut command = without_unused_options(command);
+        let matches: ArgMatches = command.try_get_matches_from_mut(std::env::args_os())?;
+        Cli::from_arg_matches(&matches).map_err(|error| error.format(&mut command))
     }
+}
+
+/// The command line, for the manual pages and the completions. It is the same in every environment.
+pub fn command_line() -> clap::Command {
+    without_unused_options(Cli::command())
+}
+
+/// Hides the global options that a command does not use from its help.
+fn without_unused_options(mut command: clap::Command) -> clap::Command {
+    let options: Vec<_> = command.get_arguments().cloned().collect();
+    for (name, unused) in UNUSED {
+        // A subcommand that has an argument of this id does not inherit the global one.
+        let hidden = options
+            .iter()
+            .filter(|option| unused.contains(&option.get_id().as_str()))
+            .map(|option| option.clone().hide(true));
+        command = command.mut_subcommand(name, |subcommand| subcommand.args(hidden));
+    }
+    // `keys init` names its directory as an argument.
+    let hidden = options.into_iter().find(|option| option.get_id() == "keys");
+    let hidden = hidden.map(|option| option.hide(true));
+    command.mut_subcommand("keys", |keys| keys.mut_subcommand("init", |init| init.args(hidden)))
 }
 
 /// Ignores the environment variables of these options that are set and empty: a file for systemd may
@@ -124,10 +132,10 @@ fn without_empty_variables(mut command: clap::Command, options: &[&'static str])
 #[derive(Clone, Copy, Debug, Args)]
 pub(crate) struct Style {
     /// Print JSON, for errors too
-    #[arg(long, global = true)]
+    #[arg(long, global = true, help_heading = GLOBAL)]
     pub(crate) json: bool,
     /// Print sizes in bytes
-    #[arg(long, global = true)]
+    #[arg(long, global = true, help_heading = GLOBAL)]
     pub(crate) bytes: bool,
 }
 
@@ -481,7 +489,7 @@ mod tests {
 
     #[test]
     fn the_command_line_is_well_formed() {
-        Cli::command_line().debug_assert();
+        super::command_line().debug_assert();
     }
 
     #[test]

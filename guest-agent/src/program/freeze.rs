@@ -7,9 +7,9 @@ use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::error::Error;
-use crate::sys;
-use crate::watchdog::Watchdog;
+use crate::program::error::Error;
+use crate::program::sys;
+use crate::program::watchdog::Watchdog;
 
 /// The file systems of one checkpoint. They are opened, and the watchdog runs, before the first
 /// freeze.
@@ -130,7 +130,7 @@ mod tests {
     use std::path::PathBuf;
 
     use super::open_all;
-    use crate::error::Error;
+    use crate::program::error::Error;
 
     #[test]
     fn a_file_system_that_is_named_twice_is_refused() {

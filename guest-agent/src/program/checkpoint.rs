@@ -3,14 +3,14 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-use cairn_agent::{Accepted, Checkpoint, Event, Follow, Obsolete, Request, Stable, Wait};
+use crate::{Accepted, Checkpoint, Event, Follow, Obsolete, Request, Stable, Wait};
 
-use crate::args::CheckpointOptions;
-use crate::connection::{Connection, Deadline};
-use crate::endpoint::Endpoint;
-use crate::error::Error;
-use crate::freeze::Freezer;
-use crate::{report, sys};
+use crate::program::args::CheckpointOptions;
+use crate::program::connection::{Connection, Deadline};
+use crate::program::endpoint::Endpoint;
+use crate::program::error::Error;
+use crate::program::freeze::Freezer;
+use crate::program::{report, sys};
 
 pub(crate) fn run(options: &CheckpointOptions) -> Result<(), Error> {
     // Nothing older is given up before the new snapshot is safe.

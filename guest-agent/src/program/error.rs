@@ -3,9 +3,9 @@
 use std::io;
 use std::path::PathBuf;
 
-use cairn_agent::{Refusal, RefusalKind};
+use crate::{Refusal, RefusalKind};
 
-use crate::endpoint::Endpoint;
+use crate::program::endpoint::Endpoint;
 
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {

@@ -5,11 +5,11 @@ use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-use cairn_agent::{Event, MAX_LINE, Request};
+use crate::{Event, MAX_LINE, Request};
 
-use crate::endpoint::Endpoint;
-use crate::error::Error;
-use crate::sys;
+use crate::program::endpoint::Endpoint;
+use crate::program::error::Error;
+use crate::program::sys;
 
 /// The instant at which waiting ends.
 #[derive(Clone, Copy, Debug)]

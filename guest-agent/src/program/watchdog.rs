@@ -24,7 +24,7 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-use crate::sys::{self, Side};
+use crate::program::sys::{self, Side};
 
 const FREEZING: u8 = b'+';
 const NOT_FROZEN: u8 = b'-';

@@ -2,7 +2,7 @@
 
 use std::io::{self, Write};
 
-use cairn_agent::{Accepted, Marked, Snapshots, Stable, Status};
+use crate::{Accepted, Marked, Snapshots, Stable, Status};
 use serde::Serialize;
 
 /// A checkpoint of one disk, as `--json` prints it.

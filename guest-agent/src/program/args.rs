@@ -3,10 +3,10 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use cairn_agent::{Consistency, DEFAULT_PORT, Wait, is_valid_label};
+use crate::{Consistency, DEFAULT_PORT, Wait, is_valid_label};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
-use crate::endpoint::Endpoint;
+use crate::program::endpoint::Endpoint;
 
 /// Takes checkpoints of this guest's disks from inside the guest.
 #[derive(Debug, Parser)]
@@ -16,17 +16,28 @@ pub(crate) struct Arguments {
     pub(crate) command: Command,
 }
 
-const EXIT_CODES: &str = "Exit codes: 0 done, 1 failed, 2 wrong usage, \
-                          4 busy, or the label is in use, \
-                          6 the host cannot be reached or does not answer in time";
+const EXIT_CODES: &str = "\
+Exit codes:
+  0  done
+  1  failed
+  2  wrong usage
+  4  busy, or the label is in use
+  6  the host cannot be reached or does not answer in time";
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     /// Take a checkpoint and print its name, image@N, one line for each disk
+    #[command(
+        after_help = "Examples:\n  cairn-agent checkpoint --freeze / --label before-upgrade --wait stable\n  \
+                            cairn-agent checkpoint --application --set-meta step=40 --keep-last 2\n  \
+                            cairn-agent checkpoint --port 7400 --port 7401"
+    )]
     Checkpoint(CheckpointOptions),
     /// Show the properties and the state of the disk
+    #[command(after_help = "Example:\n  cairn-agent status --json")]
     Status(Query),
     /// List the snapshots of the disk's image, oldest first
+    #[command(after_help = "Example:\n  cairn-agent list")]
     List(Query),
     /// Tell the host that a snapshot of the disk, taken from inside the guest, is not needed any more
     #[command(after_help = "The host removes it at its next prune, unless it is pinned, its last \
@@ -175,11 +186,11 @@ fn pair(text: &str) -> Result<(String, String), String> {
 
 #[cfg(test)]
 mod tests {
-    use cairn_agent::{Consistency, DEFAULT_PORT};
+    use crate::{Consistency, DEFAULT_PORT};
     use clap::{CommandFactory, Parser};
 
     use super::{Arguments, CheckpointOptions, Command};
-    use crate::endpoint::Endpoint;
+    use crate::program::endpoint::Endpoint;
 
     fn checkpoint(line: &str) -> Result<CheckpointOptions, clap::Error> {
         let words = ["cairn-agent", "checkpoint"].into_iter().chain(line.split_whitespace());
