@@ -4,8 +4,8 @@
 
 .DEFAULT_GOAL := build
 .NOTPARALLEL:
-.PHONY: help build setup packages build-packages kernel vsock-device test lint unit-test vm-test demo demo-cluster soak bench fuzz deny \
-        clean distclean FORCE
+.PHONY: help build install uninstall setup packages build-packages bench-packages kernel vsock-device test lint unit-test \
+        install-test vm-test demo demo-cluster soak bench fuzz deny clean distclean FORCE
 
 CARGO     ?= cargo
 CACHE     := $(CURDIR)/.cache
@@ -15,6 +15,8 @@ AGENT     := $(TARGET)/$(TRIPLE)/agent/cairn-agent
 VERIFIER  := $(TARGET)/$(TRIPLE)/agent/verifier
 # The agent is copied into every guest, so its size is limited.
 AGENT_MAX := 2000000
+# Manual pages and completions.
+DOCS      := $(TARGET)/docs
 INITRAMFS := $(CACHE)/guest/initramfs
 VSOCK     := $(CACHE)/tools/bin/vhost-device-vsock
 VSOCK_VERSION := 0.3.0
@@ -24,9 +26,18 @@ say = @echo "==> $(1)"
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 
-build: build-packages $(AGENT) ## Build cairn, cairn-blk and the static cairn-agent with optimisation (default)
+build: build-packages $(AGENT) ## Build cairn, cairn-blk, the static cairn-agent, manual pages and completions (default)
 	$(call say,building the workspace with optimisation)
 	@$(CARGO) build --locked --release --workspace
+	$(call say,generating manual pages and completions)
+	@$(TARGET)/release/docgen $(DOCS)
+
+# Nothing is built here: the user who may install need not be the one who builds.
+install: ## Install what `make build` has built below PREFIX (/usr/local); DESTDIR is put before each path
+	@scripts/install $(TARGET)/release $(AGENT) $(DOCS)
+
+uninstall: ## Remove what `make install` has installed
+	@scripts/install --remove $(TARGET)/release $(AGENT) $(DOCS)
 
 $(AGENT): FORCE
 	$(call say,building the static agent)
@@ -52,6 +63,10 @@ build-packages:
 	$(call say,checking Debian packages for the build)
 	@scripts/install-packages build
 
+bench-packages: packages
+	$(call say,checking Debian packages for the benchmark)
+	@scripts/install-packages bench
+
 kernel: packages
 	$(call say,checking the guest kernel)
 	@scripts/fetch-guest-kernel $(CACHE)/guest
@@ -67,7 +82,7 @@ $(INITRAMFS): $(AGENT) $(VERIFIER) scripts/build-initramfs vmm-tests/guest/init 
 	$(call say,building the guest's initramfs)
 	@scripts/build-initramfs $(CACHE)/guest/modules $@ $(AGENT) $(VERIFIER)
 
-test: lint unit-test vm-test ## Run all checks and all tests, including those in guests
+test: lint unit-test install-test vm-test ## Run all checks and all tests, including those in guests
 	$(call say,all tests passed)
 
 lint: packages ## Check formatting, lints and documentation
@@ -86,6 +101,13 @@ lint: packages ## Check formatting, lints and documentation
 unit-test: packages ## Run the tests that need no guest
 	$(call say,running the tests that need no guest)
 	@$(CARGO) test --locked --quiet --workspace --exclude vmm-tests
+
+install-test: packages ## Install into temporary directories, check the files, and remove them
+	$(call say,building the programs to install)
+	@$(CARGO) build --locked --quiet --workspace
+	@$(TARGET)/debug/docgen $(TARGET)/debug/docs
+	$(call say,testing the installation)
+	@scripts/test-install $(TARGET)/debug $(TARGET)/debug/cairn-agent $(TARGET)/debug/docs
 
 vm-test: setup ## Run the tests that boot guests
 	$(call say,building the programs for the guests' disks)
@@ -129,7 +151,7 @@ soak: packages ## Run the randomised tests (writes, kills, power cuts, attacks, 
 	@CAIRN_SOAK_SECONDS=$(or $(SOAK_SECONDS),600) \
 	  $(CARGO) test --locked -p cairn --test cairn cluster_ -- --nocapture --test-threads=2
 
-bench: packages ## Compare Cairn with other programs, in about 20 minutes
+bench: bench-packages ## Compare Cairn with other programs, in about 20 minutes
 	$(call say,measuring; the machine should be idle)
 	@$(CARGO) run --locked --release -p cairn-bench -- all
 

@@ -283,6 +283,27 @@ fn capabilities_are_printed_as_json() {
     );
 }
 
+/// QEMU's conventions allow each of these options beside `--print-capabilities`, which wins.
+#[test]
+fn capabilities_are_printed_whatever_other_options_there_are() {
+    let ended = run(&["--fd=3".into(), "--print-capabilities".into(), "--read-only".into()]);
+    assert!(ended.status.success() && ended.output.contains("block"), "{ended:?}");
+}
+
+/// The file has what `VhostUserBackend` in QEMU's `docs/interop/vhost-user.json` demands, and no
+/// other member.
+#[test]
+fn the_file_for_qemu_describes_the_program() {
+    let file = concat!(env!("CARGO_MANIFEST_DIR"), "/../contrib/qemu/50-cairn.json");
+    let file: serde_json::Value = serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap();
+    let members: Vec<&str> = file.as_object().unwrap().keys().map(String::as_str).collect();
+    assert_eq!(members, ["binary", "description", "type"]);
+    assert!(file["description"].is_string() && file["binary"] == "/usr/local/bin/cairn-blk");
+    let told = run(&["--print-capabilities".into()]).output;
+    let told: serde_json::Value = serde_json::from_str(&told).expect("JSON");
+    assert_eq!(file["type"], told["type"]);
+}
+
 #[test]
 fn a_listening_socket_can_be_inherited() {
     let site = site_with_an_image();
