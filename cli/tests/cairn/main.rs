@@ -18,6 +18,7 @@ mod mirrors;
 mod names;
 mod policy;
 mod proxy;
+mod readme;
 mod repair;
 mod scrub;
 mod serve;

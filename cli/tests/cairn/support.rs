@@ -6,10 +6,13 @@ use std::path::PathBuf;
 use std::process::{Command, Output, Stdio};
 
 use cairn_store::{
-    Attachment, Consistency, Metadata, MirrorId, MirrorOwner, Mode, NewSnapshot, Repository, Root,
+    Attachment, ChangedChunks, ChunkIndex, Consistency, Metadata, MirrorId, MirrorOwner, Mode,
+    NewBlob, NewSnapshot, Repository, Root,
 };
 use serde_json::Value;
 use tempfile::TempDir;
+
+use crate::writer::NO_COPY;
 
 /// A temporary directory with a repository.
 pub(crate) struct Place {
@@ -139,6 +142,23 @@ impl Timeline {
     pub(crate) fn take_from(&self, time: u64, is_from_guest: bool) -> u64 {
         let number = self.announce(time, is_from_guest);
         self.attachment.announced(number).publish_tree(&Root::default(), 0, number << 10).unwrap();
+        number
+    }
+
+    /// Takes a snapshot in which a chunk has other content, which goes through the repository that the
+    /// timeline is attached to. Returns its number.
+    pub(crate) fn take_changed(
+        &self,
+        repository: &Repository,
+        time: u64,
+        (chunk, content): (u64, &[u8]),
+    ) -> u64 {
+        let number = self.announce(time, false);
+        let blob = NewBlob::new(content);
+        repository.put_chunks(std::slice::from_ref(&blob)).unwrap();
+        let changes: ChangedChunks = [(ChunkIndex(chunk), Some(blob.chunk_id()))].into();
+        let stored = content.len() as u64;
+        self.attachment.announced(number).publish(&changes, stored, NO_COPY).unwrap();
         number
     }
 
