@@ -151,7 +151,7 @@ soak: packages ## Run the randomised tests (writes, kills, power cuts, attacks, 
 	@CAIRN_SOAK_SECONDS=$(or $(SOAK_SECONDS),600) \
 	  $(CARGO) test --locked -p cairn --test cairn cluster_ -- --nocapture --test-threads=2
 
-bench: bench-packages ## Compare Cairn with other programs, in about 20 minutes
+bench: bench-packages ## Compare Cairn with other programs, in about half an hour
 	$(call say,measuring; the machine should be idle)
 	@$(CARGO) run --locked --release -p cairn-bench -- all
 
