@@ -148,6 +148,8 @@ fn build(programs: &Path) -> Result<()> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let status = Command::new(cargo)
         .args(["build", "--quiet", "--release", "-p", "cairn-backend", "-p", "cairn"])
+        // With the features that this program was built with, so that no dependency is built twice.
+        .args(["-p", "cairn-bench"])
         .arg("--manifest-path")
         .arg(workspace)
         .arg("--target-dir")
