@@ -219,7 +219,7 @@ pub enum Error {
     /// Mirrors still refer to the image.
     #[error(
         "image '{image}' is used by mirror {mirror} on host {host}, directory {path}; run `cairn \
-         mirrors --forget {mirror}` if that mirror is gone, or remove the image with --force"
+         mirrors forget {mirror}` if that mirror is gone, or remove the image with --force"
     )]
     Referenced {
         /// The image's name.
@@ -368,6 +368,30 @@ pub enum Error {
     UnknownParent {
         /// The snapshot.
         name: String,
+    },
+    /// The catalog does not refer to a running ephemeral mirror.
+    #[error(
+        "the catalog does not refer to mirror {mirror} of image '{image}', because its process did \
+         not renew the reference in time; the next renewal takes it again, if the mirror's parent \
+         still exists"
+    )]
+    Unreferenced {
+        /// The image.
+        image: String,
+        /// The mirror.
+        mirror: String,
+    },
+    /// The catalog does not refer to a mirror any more, and its parent was removed.
+    #[error(
+        "the catalog no longer refers to mirror {mirror}, and {parent}, which it continues, was \
+         removed, so content that the mirror has not fetched may be gone; stop the guest, and start \
+         cairn-blk in an empty directory from a snapshot that exists"
+    )]
+    ReferenceEnded {
+        /// The mirror.
+        mirror: String,
+        /// The snapshot.
+        parent: String,
     },
     /// The mirror has published a snapshot that its own files do not know.
     #[error(
@@ -683,6 +707,7 @@ impl Error {
             | Error::BeingRemoved { .. }
             | Error::DraftGivenUp { .. }
             | Error::OlderMirror { .. }
+            | Error::ReferenceEnded { .. }
             | Error::Leased { .. }
             | Error::Fenced { .. }
             | Error::Referenced { .. }
@@ -709,6 +734,7 @@ impl Error {
             | Error::UnsealedRecords { .. }
             | Error::ContentLost { .. }
             | Error::CatalogRebuilt { .. }
+            | Error::Unreferenced { .. }
             | Error::ImageGone { .. }
             | Error::LostMeanwhile { .. }
             | Error::NoRoom { .. }

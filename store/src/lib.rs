@@ -71,8 +71,8 @@ mod zero;
 
 pub use blobs::{Blobs, NewBlob};
 pub use catalog::{
-    AppliedPolicy, Catalog, CompletedCollection, LEASE_SECONDS, MAX_LABELS, Rebuilt, SnapshotEdit,
-    SpaceHolder,
+    AppliedPolicy, Catalog, CompletedCollection, LEASE_SECONDS, MAX_LABELS, MirrorUse, Rebuilt,
+    SnapshotEdit, SpaceHolder,
 };
 pub use clock::now;
 pub use cluster::Counters;

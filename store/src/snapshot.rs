@@ -229,19 +229,27 @@ pub struct MirrorOwner {
     /// the process takes the lease over from an earlier process of the mirror, even if it cannot
     /// see that the other one is dead. `None` if there is no such file.
     pub lock: Option<LockedFile>,
+    /// Whether the mirror's reference to its parent ends when no process renews it.
+    pub is_ephemeral: bool,
 }
 
 impl MirrorOwner {
     /// The owner of a mirror that this process serves from the directory `path`.
     pub fn this_process(id: MirrorId, path: impl Into<String>) -> Result<Self> {
         let (host, pid, boot_id) = (host_name()?, std::process::id(), boot_id()?);
-        Ok(Self { id, host, path: path.into(), pid, boot_id, lock: None })
+        Ok(Self { id, host, path: path.into(), pid, boot_id, lock: None, is_ephemeral: false })
     }
 
     /// The same owner, with the file that it has locked.
     #[must_use]
     pub fn with_lock(self, lock: Option<LockedFile>) -> Self {
         Self { lock, ..self }
+    }
+
+    /// The same owner, for an ephemeral mirror or another one.
+    #[must_use]
+    pub fn with_ephemeral(self, is_ephemeral: bool) -> Self {
+        Self { is_ephemeral, ..self }
     }
 }
 
@@ -278,6 +286,11 @@ pub struct MirrorRecord {
     pub root: Root,
     /// When it was last attached: seconds since 1970, UTC.
     pub attached: u64,
+    /// When a process last used it, at most an hour too early: seconds since 1970, UTC, by the clock of
+    /// its host.
+    pub seen: u64,
+    /// Whether the catalog forgets it when its process has not renewed it for ten minutes.
+    pub is_ephemeral: bool,
     /// The process that holds the image's lease for this mirror, while the lease is live.
     pub writer: Option<u32>,
 }

@@ -6,13 +6,14 @@ use super::Catalog;
 use super::collection::{CommitBasis, mirror_basis};
 use super::documents::{
     AvailableDocument, ImageDocument, LeaseDocument, MirrorDocument, SnapshotDocument,
-    available_key, image, label_key, lease_key, mirror_key,
+    available_key, image, label_key, lease_key, mirror_key, put_mirror,
 };
 use super::holder::{Holder, Published};
 use super::index::LabelDocument;
 use super::mirrors::{Holding, LEASE_SECONDS, without_writer};
 use super::records::Record;
-use crate::documents::{Change, Query};
+use crate::clock::now;
+use crate::documents::{Change, Query, View};
 use crate::error::{Error, Result};
 use crate::geometry::Geometry;
 use crate::name::SnapshotRef;
@@ -36,7 +37,8 @@ impl Catalog {
             }
             mirror.reserved.end = numbers.end;
             let change = Change::default().put(holder.image_key(), &image);
-            Ok((change.put(&mirror_key, &mirror), (numbers, mirror.reservation)))
+            let change = put_mirror(change, &holder.owner.id, &mirror);
+            Ok((change, (numbers, mirror.reservation)))
         })
     }
 
@@ -70,7 +72,7 @@ impl Catalog {
             let mut change = Change::default();
             if mirror.reserved != usable {
                 mirror.reserved = usable.clone();
-                change = change.put(&mirror_key, &mirror);
+                change = put_mirror(change, &holder.owner.id, &mirror);
             }
             // A catalog that was rebuilt does not know of all reservations.
             if image.next_number < left.end {
@@ -107,15 +109,12 @@ impl Catalog {
                 Ok(image) => {
                     let (mut change, known) = (change, image.size);
                     // If the catalog was restored from a copy, it is older than the mirror.
-                    if known < size {
-                        let image = ImageDocument { size, ..image };
+                    let image = ImageDocument { size: known.max(size), ..image };
+                    if known < size || view.version(&mirror_key) == 0 {
+                        // A prune of the mirror's parent relies on the image's document.
                         change = change.put(holder.image_key(), &image);
                     }
-                    if let Some(mut mirror) = view.get::<MirrorDocument>(&mirror_key)?
-                        && mirror.move_to(parent)
-                    {
-                        change = change.put(&mirror_key, &mirror);
-                    }
+                    change = renewed_mirror(view, holder, &image, change, parent)?;
                     Ok((change, known.max(size)))
                 }
                 Err(Error::CatalogRebuilt { .. }) => {
@@ -131,10 +130,31 @@ impl Catalog {
                     let mirror = holder.mirror_after_rebuild(view, parent)?;
                     tracing::info!(image = %holder.image_name, "attached again to a rebuilt catalog");
                     let change = change.put(holder.image_key(), &image);
-                    Ok((change.put(&mirror_key, &mirror), size))
+                    Ok((put_mirror(change, &holder.owner.id, &mirror), size))
                 }
                 Err(error) => Err(error),
             }
+        })
+    }
+
+    /// Renews the reference of a mirror that only reads.
+    pub(crate) fn renew_reader(&self, holder: &Holder, parent: (u64, Root)) -> Result<()> {
+        let mirror_key = mirror_key(&holder.owner.id);
+        let queries = [
+            Query::Key(holder.image_key()),
+            Query::key(&mirror_key),
+            Query::Key(holder.snapshot_key(parent.0)),
+        ];
+        self.change(&queries, |view| {
+            let image = view.get::<ImageDocument>(&holder.image_key())?;
+            let image = image.filter(|image| image.id == holder.image && !image.removing);
+            let gone = || Error::ImageGone { image: holder.image_name.to_string() };
+            let image = image.ok_or_else(gone)?;
+            let change = match view.version(&mirror_key) {
+                0 => Change::default().put(holder.image_key(), &image),
+                _ => Change::default(),
+            };
+            Ok((renewed_mirror(view, holder, &image, change, parent)?, ()))
         })
     }
 
@@ -165,7 +185,7 @@ impl Catalog {
                         let (basis, is_new) = mirror_basis(view, &mut mirror)?;
                         let change = Change::default();
                         Ok(match is_new {
-                            true => (change.put(mirror_key(&holder.owner.id), &mirror), basis),
+                            true => (put_mirror(change, &holder.owner.id, &mirror), basis),
                             false => (change, basis),
                         })
                     }
@@ -215,8 +235,8 @@ impl Catalog {
             image.index.add(number, &snapshot);
             let change = Change::default()
                 .put(holder.image_key(), &image)
-                .put(holder.snapshot_key(number), &snapshot)
-                .put(mirror_key(&holder.owner.id), &mirror);
+                .put(holder.snapshot_key(number), &snapshot);
+            let change = put_mirror(change, &holder.owner.id, &mirror);
             let change = match &label {
                 Some(label) => change.put(label, &LabelDocument { number, failed: false }),
                 None => change,
@@ -285,7 +305,7 @@ impl Catalog {
                 mirror.storing_since = None;
             }
             if mirror != known {
-                change = change.put(mirror_key(&holder.owner.id), &mirror);
+                change = put_mirror(change, &holder.owner.id, &mirror);
                 // A prune of the mirror's parent relies on the image's document.
                 if before.state.has_content() {
                     change = change.put(holder.image_key(), &image);
@@ -324,13 +344,13 @@ impl Catalog {
     }
 
     /// Releases the lease. Unused numbers are returned if no number was reserved after them, so
-    /// that a clean stop leaves no gap.
+    /// that a clean stop leaves no gap. An ephemeral mirror is forgotten.
     pub(crate) fn release(&self, holder: &Holder, unused: Option<Range<u64>>) -> Result<()> {
         let mirror_key = mirror_key(&holder.owner.id);
         let queries = [Query::Key(holder.image_key()), Query::key(&mirror_key)];
         self.change(&queries, |view| {
             let mut image = holder.check(view)?;
-            let mirror = MirrorDocument { reserved: 0..0, ..holder.mirror(view)? };
+            let known = view.get::<MirrorDocument>(&mirror_key)?;
             // A number that a snapshot ever had is not used again, also if the snapshot was removed.
             if let Some(unused) = unused
                 .as_ref()
@@ -342,7 +362,13 @@ impl Catalog {
             }
             let holding =
                 Holding { id: &holder.owner.id, name: &holder.image_name, document: Some(image) };
-            let change = Change::default().put(&mirror_key, &mirror);
+            let change = match known {
+                Some(known) if !known.is_ephemeral => {
+                    let mirror = MirrorDocument { reserved: 0..0, seen: now(), ..known };
+                    put_mirror(Change::default(), &holder.owner.id, &mirror)
+                }
+                _ => Change::default().remove(Query::key(&mirror_key)),
+            };
             Ok((without_writer(change, &holding), ()))
         })
     }
@@ -360,5 +386,28 @@ impl Catalog {
             let holding = Holding { id, name: &holder.image_name, document };
             Ok((without_writer(change, &holding), ()))
         })
+    }
+}
+
+/// Adds to a change that the mirror is in use. The mirror gets its document again if it has none.
+fn renewed_mirror(
+    view: &View,
+    holder: &Holder,
+    image: &ImageDocument,
+    change: Change,
+    parent: (u64, Root),
+) -> Result<Change> {
+    let id = &holder.owner.id;
+    match view.get::<MirrorDocument>(&mirror_key(id))? {
+        Some(mut mirror) => {
+            let is_moved = mirror.move_to(parent);
+            let is_due = mirror.note_use(now()) || is_moved;
+            Ok(if is_due { put_mirror(change, id, &mirror) } else { change })
+        }
+        None => {
+            let mirror = holder.mirror_again(view, image, parent)?;
+            tracing::info!(image = %holder.image_name, "the catalog refers to the mirror again");
+            Ok(put_mirror(change, id, &mirror))
+        }
     }
 }

@@ -23,8 +23,8 @@ use serde::{Deserialize, Serialize};
 
 use super::Catalog;
 use super::documents::{
-    IMAGES, ImageDocument, MIRRORS, MirrorDocument, SNAPSHOTS, SnapshotDocument, mirror_key,
-    optional_text, snapshot_key, text,
+    IMAGES, ImageDocument, MIRRORS, MirrorDocument, SNAPSHOTS, SnapshotDocument, optional_text,
+    put_mirror, snapshot_key, text,
 };
 use super::holder::Holder;
 use super::images::snapshot_of;
@@ -239,7 +239,7 @@ impl Catalog {
             let is_moved = mirror.move_to(parent);
             let change = match mirror == before {
                 true => Change::default(),
-                false => Change::default().put(mirror_key(&holder.mirror_id()), &mirror),
+                false => put_mirror(Change::default(), &holder.mirror_id(), &mirror),
             };
             Ok((change, (basis, is_moved)))
         })

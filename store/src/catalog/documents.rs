@@ -6,7 +6,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::index::SnapshotIndex;
 use crate::collection::CollectionNumber;
-use crate::documents::View;
+use crate::documents::{Change, View};
 use crate::encoding::{Compression, Redundancy, StoragePolicy};
 use crate::error::{Error, Result};
 use crate::geometry::Geometry;
@@ -318,9 +318,43 @@ pub(super) struct MirrorDocument {
     /// published; `None` if it has published everything.
     #[serde(default)]
     pub(super) storing_since: Option<CollectionNumber>,
+    /// Whether the document, and with it the reference to the parent, expires unless a process of the
+    /// mirror renews it.
+    #[serde(default)]
+    pub(super) is_ephemeral: bool,
+    /// When a process last used the mirror, at most [`SEEN_INTERVAL`] too early: seconds since 1970, by
+    /// the clock of its host.
+    #[serde(default)]
+    pub(super) seen: u64,
+}
+
+/// How long the document of an ephemeral mirror lasts without a renewal, in seconds. A catalog may be
+/// unreachable for that long.
+pub(super) const EPHEMERAL_SECONDS: u32 = 600;
+
+/// How far the time at which a mirror was seen may be off before it is written again, in seconds.
+pub(super) const SEEN_INTERVAL: u64 = 3600;
+
+/// Adds a mirror's document to a change. Every change of the document uses this: that of an ephemeral
+/// mirror must always expire.
+pub(super) fn put_mirror(change: Change, id: &MirrorId, mirror: &MirrorDocument) -> Change {
+    match mirror.is_ephemeral {
+        true => change.put_for(EPHEMERAL_SECONDS, mirror_key(id), mirror),
+        false => change.put(mirror_key(id), mirror),
+    }
 }
 
 impl MirrorDocument {
+    /// Notes that a process uses the mirror at this time. Returns whether the document must be written
+    /// for it. The clock may have been set back since the last time.
+    pub(super) fn note_use(&mut self, now: u64) -> bool {
+        let is_due = self.is_ephemeral || self.seen.abs_diff(now) > SEEN_INTERVAL;
+        if is_due {
+            self.seen = now;
+        }
+        is_due
+    }
+
     /// Makes the mirror refer to a later parent that it has itself. Returns whether it did not. A
     /// catalog that was restored from an older copy does not know the parent.
     pub(super) fn move_to(&mut self, (number, root): (u64, Root)) -> bool {
@@ -348,6 +382,9 @@ impl MirrorDocument {
             parent: self.parent,
             root: Root(self.root),
             attached: self.attached,
+            // Documents of earlier versions have no time of use.
+            seen: self.seen.max(self.attached),
+            is_ephemeral: self.is_ephemeral,
             writer: lease.map(|lease| lease.process.pid),
         }
     }

@@ -83,6 +83,10 @@ impl Holder {
         self.image
     }
 
+    pub(crate) fn is_ephemeral(&self) -> bool {
+        self.owner.is_ephemeral
+    }
+
     pub(crate) fn may_write(&self) -> bool {
         self.fence.is_some()
     }
@@ -220,7 +224,36 @@ impl Holder {
 
     pub(super) fn mirror(&self, view: &View) -> Result<MirrorDocument> {
         let mirror = view.get(&mirror_key(&self.owner.id))?;
-        mirror.ok_or_else(|| Error::NoMirror { id: self.owner.id.to_string() })
+        mirror.ok_or_else(|| match self.owner.is_ephemeral {
+            true => {
+                let (image, mirror) = (self.image_name.to_string(), self.owner.id.to_string());
+                Error::Unreferenced { image, mirror }
+            }
+            false => Error::NoMirror { id: self.owner.id.to_string() },
+        })
+    }
+
+    /// The document of this mirror, which the catalog does not have any more: it has expired, or was
+    /// removed. Fails unless the catalog has the parent snapshot. It then had that all the time, so no
+    /// collection has deleted its content.
+    pub(super) fn mirror_again(
+        &self,
+        view: &View,
+        image: &ImageDocument,
+        (number, root): (u64, Root),
+    ) -> Result<MirrorDocument> {
+        let found = self.find(view, number)?;
+        let is_same = |one: &SnapshotDocument| one.state.has_content() && one.root == root.0;
+        let found = found.filter(is_same).ok_or_else(|| Error::ReferenceEnded {
+            mirror: self.owner.id.to_string(),
+            parent: SnapshotRef::number(&self.image_name, number).to_string(),
+        })?;
+        let mode = if self.may_write() { Mode::ReadWrite } else { Mode::ReadOnly };
+        let is_parent_available = found.state == SnapshotState::Available;
+        // A snapshot with a lower number that is not there was removed.
+        let announced = image.index.highest;
+        let document = self.document(mode, (number, root), is_parent_available);
+        Ok(MirrorDocument { announced, ..document })
     }
 
     /// The mirror's document in a rebuilt catalog.
@@ -233,21 +266,35 @@ impl Holder {
         let (number, Root(root)) = parent;
         let parent = self.find(view, number)?.filter(|one| one.root == root);
         let is_stable = parent.is_some_and(|one| one.state == SnapshotState::Stable);
-        Ok(MirrorDocument {
+        Ok(self.document(Mode::ReadWrite, (number, Root(root)), !is_stable))
+    }
+
+    /// A document of this mirror that knows nothing but its parent.
+    fn document(
+        &self,
+        mode: Mode,
+        (parent, root): (u64, Root),
+        is_parent_available: bool,
+    ) -> MirrorDocument {
+        let MirrorOwner { host, path, is_ephemeral, .. } = self.owner.clone();
+        let now = now();
+        MirrorDocument {
             image: self.image_name.clone(),
             image_id: self.image,
-            host: self.owner.host.clone(),
-            path: self.owner.path.clone(),
-            mode: Mode::ReadWrite,
-            parent: number,
-            root,
-            is_parent_available: !is_stable,
-            attached: now(),
+            host,
+            path,
+            mode,
+            parent,
+            root: root.0,
+            is_parent_available,
+            attached: now,
             announced: 0,
             reserved: 0..0,
             reservation: 0,
             storing_since: None,
-        })
+            is_ephemeral,
+            seen: now,
+        }
     }
 
     /// The documents that an operation on a snapshot relies on.

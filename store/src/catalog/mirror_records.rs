@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, HashMap};
 use serde::{Deserialize, Serialize};
 
 use super::Catalog;
-use super::documents::{ImageDocument, MirrorDocument, image_key, mirror_key, text};
+use super::documents::{ImageDocument, MirrorDocument, image_key, mirror_key, put_mirror, text};
 use super::records::Record;
 use crate::clock::now;
 use crate::collection::CollectionNumber;
@@ -128,7 +128,7 @@ impl Catalog {
             if !has_image || view.version(&key) != 0 {
                 return Ok((Change::default(), false));
             }
-            Ok((Change::default().put(&key, mirror), true))
+            Ok((put_mirror(Change::default(), id, mirror), true))
         })
     }
 }

@@ -9,12 +9,11 @@
 use super::Catalog;
 use super::documents::{
     ImageDocument, LEASES, LeaseDocument, MIRRORS, MirrorDocument, SnapshotDocument, image,
-    image_key, lease_key, live_lease, mirror_key, snapshot_key,
+    image_key, lease_key, live_lease, mirror_key, put_mirror, snapshot_key,
 };
 use super::holder::Holder;
 use crate::clock::now;
 use crate::documents::{Change, Query, View};
-use crate::encoding::StoragePolicy;
 use crate::error::{Error, Result};
 use crate::id::MirrorId;
 use crate::name::SnapshotRef;
@@ -52,30 +51,6 @@ impl Catalog {
         Ok(Some(mirror.record(*id, lease, &Process::current()?)))
     }
 
-    /// Removes a mirror, and its lease. Returns the storage policy of its image, if the image
-    /// exists. Fails if the lease is live.
-    pub(crate) fn forget_mirror(&self, id: &MirrorId) -> Result<Option<StoragePolicy>> {
-        let observer = Process::current()?;
-        let unknown = || Error::NoMirror { id: id.to_string() };
-        let key = mirror_key(id);
-        let found = self.read(&[Query::key(&key)])?.get::<MirrorDocument>(&key)?;
-        let MirrorDocument { image: name, image_id, .. } = found.ok_or_else(unknown)?;
-        let queries =
-            [Query::key(&key), Query::Key(image_key(&name)), Query::Key(lease_key(&image_id))];
-        self.change(&queries, |view| {
-            view.get::<MirrorDocument>(&key)?.ok_or_else(unknown)?;
-            let lease = live_lease(view, &image_id, &observer)?;
-            if let Some(lease) = lease.filter(|lease| lease.mirror == *id) {
-                return Err(lease.conflict(&name));
-            }
-            let change = Change::default().remove(Query::key(&key));
-            let document = view.get::<ImageDocument>(&image_key(&name))?;
-            let document = document.filter(|image| image.id == image_id);
-            let policy = document.as_ref().map(ImageDocument::policy);
-            Ok((without_writer(change, &Holding { id, name: &name, document }), policy))
-        })
-    }
-
     /// Records the mirror, and acquires the lease if it may write. Returns the holder, and the
     /// number and the content of the mirror's parent.
     ///
@@ -109,7 +84,7 @@ impl Catalog {
             }
             let mirror = attached_mirror(view, owner, snapshot, mode, parent)?;
             let (parent, root) = (mirror.parent, Root(mirror.root));
-            let mut change = Change::default().put(mirror_key(&owner.id), &mirror);
+            let mut change = put_mirror(Change::default(), &owner.id, &mirror);
             let fence = match mode {
                 Mode::ReadWrite => {
                     // Writers that were attached before the catalog was rebuilt have lower fences.
@@ -195,8 +170,10 @@ pub(super) fn attached_mirror(
                 owner.id, known.image, known.image_id, snapshot.image, snapshot.image_id
             )));
         }
-        let (host, path) = (owner.host.clone(), owner.path.clone());
-        let known = MirrorDocument { host, path, mode, attached: now(), ..known };
+        let (host, path, is_ephemeral) =
+            (owner.host.clone(), owner.path.clone(), owner.is_ephemeral);
+        let (attached, seen) = (now(), now());
+        let known = MirrorDocument { host, path, mode, attached, seen, is_ephemeral, ..known };
         return match parent {
             // The catalog was rebuilt without the records of the mirror's last snapshots.
             Some(parent) if parent.number > known.parent => {
@@ -226,11 +203,17 @@ pub(super) fn attached_mirror(
     let start = parent.map_or(snapshot.number, |parent| parent.number);
     let name = SnapshotRef::number(&snapshot.image, start).to_string();
     let found = view.get::<SnapshotDocument>(&snapshot_key(&snapshot.image_id, start))?;
+    let document = image(view, &snapshot.image)?;
+    let mut announced = 0;
     if let Some(parent) = parent {
-        own_parent(view, snapshot, parent)?;
+        own_parent(view, snapshot, parent).map_err(|error| match owner.is_ephemeral {
+            true => Error::ReferenceEnded { mirror: owner.id.to_string(), parent: name.clone() },
+            false => error,
+        })?;
+        // The catalog knew the mirror before. What it announced then and is not there was removed.
+        announced = document.index.highest;
     }
     let found = found.ok_or(Error::NoSnapshot { name })?;
-    let document = image(view, &snapshot.image)?;
     let found = found.snapshot(&snapshot.image, &document, start)?;
     found.require_content()?;
     Ok(MirrorDocument {
@@ -243,10 +226,12 @@ pub(super) fn attached_mirror(
         root: found.root.0,
         is_parent_available: found.state == SnapshotState::Available,
         attached: now(),
-        announced: 0,
+        announced,
         reserved: 0..0,
         reservation: 0,
         storing_since: None,
+        is_ephemeral: owner.is_ephemeral,
+        seen: now(),
     })
 }
 

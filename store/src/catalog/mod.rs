@@ -19,6 +19,7 @@
 //! | `removal_summary` | one record for all removed snapshots of an image; which records are needed |
 //! | `edits` | labels, pins, metadata and obsolete marks of snapshots |
 //! | `policies` | retention policies |
+//! | `forgetting` | forgetting mirrors |
 //! | `mirrors` | attaching mirrors; the lease of an image's writer and its fence |
 //! | `holder` | an attached mirror, and what its operations check |
 //! | `attachments` | the operations of an attached mirror: reserve, begin, publish, fail, release |
@@ -32,6 +33,9 @@ mod documents;
 mod edits;
 #[cfg(test)]
 mod edits_tests;
+#[cfg(test)]
+mod ephemeral_tests;
+mod forgetting;
 mod holder;
 mod images;
 mod index;
@@ -56,6 +60,8 @@ pub(crate) use self::collection::{
 };
 pub use self::collection::{CompletedCollection, SpaceHolder};
 pub use self::edits::{MAX_LABELS, SnapshotEdit};
+pub use self::forgetting::MirrorUse;
+pub(crate) use self::forgetting::UnusedRule;
 pub(crate) use self::holder::{Holder, Published};
 pub(crate) use self::images::{Draft, FirstSnapshot, Referrer};
 pub(crate) use self::mirror_records::MirrorReference;

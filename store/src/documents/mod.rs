@@ -186,6 +186,10 @@ pub trait Documents: Send + Sync {
     /// keys and each once. Returns the revision of that moment. Few documents are in memory at a
     /// time, however many there are.
     ///
+    /// A scan may pass a document that has expired, until the next change of any document. So the moment
+    /// of a scan and all changes have one order: a change that relies on a document that the scan did
+    /// not pass is carried out before the scan, which then shows it, or not at all.
+    ///
     /// Fails with the error of `each` if it returns one. After any error, `each` has seen only some
     /// of the documents. `each` should be quick: a served catalog ends a scan that takes minutes.
     fn scan(

@@ -239,7 +239,8 @@ impl SqliteDocuments {
         let mut connection = database::connect(&self.path, OpenFlags::empty())?;
         let tx = connection.transaction_with_behavior(TransactionBehavior::Deferred)?;
         let revision = current_revision(&tx)?;
-        let now = self.clock.now_ms();
+        // Documents that have expired count until a change has removed them: see `Documents::scan`.
+        let now = i64::MIN;
         let mut in_range = tx.prepare(IN_RANGE)?;
         for KeyRange { begin, end } in ranges(queries) {
             let mut rows = in_range.query(params![begin, now, end])?;

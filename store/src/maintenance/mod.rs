@@ -24,6 +24,7 @@
 //! | `records` | the records that the peers list |
 //! | `references` | the blobs that the catalog refers to |
 //! | `unlisted` | snapshots that only records on the peers know |
+//! | [`unused_mirrors`] | forgets the mirrors that no process uses |
 //! | `wanted` | the wanted blobs in the order of their names, in temporary files |
 //! | `whole_snapshots` | the *available* snapshots of which nothing is short |
 //! | [`collection`] | deletes the blobs that nothing refers to |
@@ -44,6 +45,7 @@ pub mod supervisor;
 #[cfg(test)]
 mod sweep_tests;
 mod unlisted;
+pub mod unused_mirrors;
 pub mod verify;
 mod wanted;
 mod whole_snapshots;

@@ -129,7 +129,8 @@ impl Attachment {
     }
 
     /// Renews the lease. The interval between two calls must be well below
-    /// [`LEASE_SECONDS`](crate::LEASE_SECONDS). A reader has no lease, so the call does nothing.
+    /// [`LEASE_SECONDS`](crate::LEASE_SECONDS). A reader has no lease. The call only keeps the reader's
+    /// mirror from counting as unused.
     ///
     /// Returns the size that the mirror should have: that of its image, or its own if it is a
     /// reader. If the mirror is larger than its image, the image grows.
@@ -142,7 +143,10 @@ impl Attachment {
                 let reserved_end = self.reserved_end.load(Ordering::SeqCst);
                 self.repository.catalog().renew(&self.holder, self.parent(), reserved_end, size)
             }
-            false => Ok(size),
+            false => {
+                self.repository.catalog().renew_reader(&self.holder, self.parent())?;
+                Ok(size)
+            }
         }
     }
 
@@ -227,12 +231,19 @@ impl Attachment {
     }
 
     /// Ends the lease and returns the reserved numbers that were not used, if they are still the
-    /// last numbers of the image. The reference to the parent stays.
+    /// last numbers of the image. The reference to the parent stays, unless the mirror is ephemeral.
     pub fn release(&self, unused: Option<Range<u64>>) -> Result<()> {
-        if !self.holder.may_write() {
-            return Ok(());
+        match (self.holder.may_write(), self.holder.is_ephemeral()) {
+            (true, is_ephemeral) => {
+                self.repository.catalog().release(&self.holder, unused)?;
+                if is_ephemeral {
+                    self.repository.put_mirror_removal(&self.holder.mirror_id());
+                }
+                Ok(())
+            }
+            (false, true) => self.detach(),
+            (false, false) => Ok(()),
         }
-        self.repository.catalog().release(&self.holder, unused)
     }
 
     /// Ends the lease and removes the reference to the parent: the mirror no longer exists.

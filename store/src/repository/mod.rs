@@ -22,8 +22,8 @@ use self::leases::{Lease, Leases};
 use crate::blobs::directory::DirectoryBlobs;
 use crate::blobs::{Blobs, NewBlob};
 use crate::catalog::{
-    Catalog, CommitBasis, Draft, MirrorReference, PruneCheck, Record, Refused, SnapshotEdit,
-    reader_key,
+    Catalog, CommitBasis, Draft, MirrorReference, MirrorUse, PruneCheck, Record, Refused,
+    SnapshotEdit, UnusedRule, reader_key,
 };
 use crate::cluster::client::Cluster;
 use crate::cluster::client::records::FoundRecords;
@@ -319,9 +319,25 @@ impl Repository {
 
     /// Removes a mirror that no longer exists from the catalog. Fails while a process uses it.
     pub fn forget_mirror(&self, id: &MirrorId) -> Result<()> {
-        let policy = self.inner.catalog.forget_mirror(id)?;
-        self.with_policy(policy.unwrap_or(self.policy)).put_mirror_removal(id);
+        let forgotten = self.inner.catalog.forget_mirror(id)?;
+        self.with_policy(forgotten.policy.unwrap_or(self.policy)).put_mirror_removal(id);
         Ok(())
+    }
+
+    /// Removes a mirror that no process uses from the catalog. Returns the use of one that stays.
+    pub(crate) fn forget_unused_mirror(
+        &self,
+        id: &MirrorId,
+        rule: &UnusedRule,
+    ) -> Result<Option<MirrorUse>> {
+        match self.inner.catalog.forget_unused_mirror(id, rule)? {
+            Ok(forgotten) => {
+                let policy = forgotten.and_then(|one| one.policy).unwrap_or(self.policy);
+                self.with_policy(policy).put_mirror_removal(id);
+                Ok(None)
+            }
+            Err(used) => Ok(Some(used)),
+        }
     }
 
     /// Creates an image whose first snapshot has the content of `source`. Copies no content.

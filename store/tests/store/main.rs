@@ -2,6 +2,7 @@
 //! power cuts.
 
 mod documents;
+mod ephemeral;
 mod fixtures;
 mod full_disk;
 mod images;

@@ -81,6 +81,12 @@ impl TestRepository {
         assert!(self.documents().commit(&change).unwrap());
     }
 
+    /// Lets the document of an ephemeral mirror expire, as it does when its process renews nothing.
+    pub(crate) fn expire_mirror(&self, mirror: u8) {
+        let change = Change::default().remove(Query::Key(format!("mirrors/{}", owner(mirror).id)));
+        assert!(self.documents().commit(&change).unwrap());
+    }
+
     fn lease_key(&self) -> String {
         let newest = self.repository.catalog().resolve(&"a".parse().unwrap()).unwrap();
         format!("leases/{}", newest.image_id)
