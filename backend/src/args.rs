@@ -174,6 +174,12 @@ pub struct Args {
     )]
     pub poll_us: Option<u32>,
 
+    /// Let the catalog forget the mirror when the process stops, and 10 minutes after it was last
+    /// heard of. So it keeps no data of removed snapshots for longer. After that the mirror can only be
+    /// started again while the snapshot that it continues exists.
+    #[arg(long)]
+    pub ephemeral: bool,
+
     /// Serve the disk read-only. Many processes can serve one image like this.
     #[arg(long)]
     pub read_only: bool,

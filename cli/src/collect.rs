@@ -3,16 +3,17 @@
 use cairn_store::maintenance::collection::{
     CollectionOptions, CollectionProgress, CollectionReport, collect,
 };
-use cairn_store::{Repository, SpaceHolder};
+use cairn_store::{CompletedCollection, Repository, SpaceHolder, now};
 use serde_json::{Value, json};
 
 use crate::args::Style;
 use crate::failure::{Doing, Outcome};
 use crate::output::{Align, Table, count, print, print_json};
 use crate::progress::Activity;
-use crate::time::utc;
+use crate::time::{ago, utc};
 
 pub(crate) fn gc(repository: &Repository, options: &CollectionOptions, style: Style) -> Outcome {
+    let last = repository.catalog().last_collection().doing(|| "collecting garbage".into())?;
     let activity = Activity::new();
     let report = collect(repository, options, &|progress| {
         activity.set(|| match progress {
@@ -25,9 +26,25 @@ pub(crate) fn gc(repository: &Repository, options: &CollectionOptions, style: St
     drop(activity);
     let report = report.doing(|| "collecting garbage".into())?;
     match style.json {
-        true => print_json(&report_json(&report, options)),
-        false => print_text(&report, options, style),
+        true => print_json(&report_json(&report, options, last)),
+        false => {
+            print_last(last, style)?;
+            print_text(&report, options, style)
+        }
     }
+}
+
+fn print_last(last: Option<CompletedCollection>, style: Style) -> Outcome {
+    print(&match last {
+        Some(CompletedCollection { number, time, freed_bytes }) => format!(
+            "last complete collection: {}, {} ({}), freed {}\n",
+            number.0,
+            ago(time, now()),
+            utc(time),
+            style.size(freed_bytes)
+        ),
+        None => "last complete collection: none\n".into(),
+    })
 }
 
 fn print_text(report: &CollectionReport, options: &CollectionOptions, style: Style) -> Outcome {
@@ -72,7 +89,14 @@ fn print_text(report: &CollectionReport, options: &CollectionOptions, style: Sty
     table.print()
 }
 
-fn report_json(report: &CollectionReport, options: &CollectionOptions) -> Value {
+fn report_json(
+    report: &CollectionReport,
+    options: &CollectionOptions,
+    last: Option<CompletedCollection>,
+) -> Value {
+    let last = last.map(|one| {
+        json!({ "collection": one.number.0, "time": one.time, "freed_bytes": one.freed_bytes })
+    });
     let holder = |one: &SpaceHolder| {
         json!({
             "kind": one.kind,
@@ -86,6 +110,7 @@ fn report_json(report: &CollectionReport, options: &CollectionOptions) -> Value 
     json!({
         "collection": report.number.0,
         "dry_run": options.dry_run,
+        "last_complete": last,
         "bound": report.bound.0,
         "roots": report.roots,
         "marked": report.marked,

@@ -38,7 +38,7 @@ use cairn_store::maintenance::collection::CollectionOptions;
 use cairn_store::net::identity::Access;
 
 pub use crate::args::command_line;
-use crate::args::{Catalog, Cli, Command};
+use crate::args::{Catalog, Cli, Command, Mirrors};
 use crate::failure::{Doing, Exit, Failure, Outcome};
 
 /// Runs the program with the arguments of this process. Returns its exit code.
@@ -105,8 +105,10 @@ fn execute(cli: Cli) -> Outcome {
         }
         Command::Policy(command) => policy::run(&open()?, &command, style),
         Command::Prune { scope, dry_run } => policy::prune(&open()?, &scope, dry_run, style),
-        Command::Mirrors { forget: None } => mirrors::list(&open()?, style),
-        Command::Mirrors { forget: Some(id) } => mirrors::forget(&open()?, &id, style),
+        Command::Mirrors { action: None | Some(Mirrors::Ls) } => mirrors::list(&open()?, style),
+        Command::Mirrors { action: Some(Mirrors::Forget(args)) } => {
+            mirrors::forget(&open()?, &args, style)
+        }
         Command::Checkpoint { control, label, set_meta, wait, timeout } => {
             let names = (label, &set_meta[..]);
             control::checkpoint(&control.socket, names, wait.into(), timeout, style)

@@ -2,13 +2,14 @@
 
 use std::collections::{HashMap, HashSet};
 
-use cairn_store::{MirrorId, MirrorRecord, Repository};
+use cairn_store::maintenance::unused_mirrors::{ForgetOptions, forget_unused};
+use cairn_store::{MirrorId, MirrorRecord, MirrorUse, Repository, now};
 use serde_json::{Value, json};
 
-use crate::args::Style;
+use crate::args::{Forget, Style};
 use crate::failure::{Doing, Outcome};
-use crate::output::{Align, Table, or_dash, print, print_json};
-use crate::time::utc;
+use crate::output::{Align, Listing, Table, count, or_dash, print, print_json};
+use crate::time::{ago, utc};
 
 pub(crate) fn list(repository: &Repository, style: Style) -> Outcome {
     let mirrors = repository.catalog().mirrors().doing(|| "listing the mirrors".into())?;
@@ -24,6 +25,7 @@ pub(crate) fn list(repository: &Repository, style: Style) -> Outcome {
         ("WRITER", Align::Right),
         ("HOST", Align::Left),
         ("ATTACHED", Align::Left),
+        ("SEEN", Align::Left),
         ("NOTE", Align::Left),
         ("DIRECTORY", Align::Left),
     ]);
@@ -31,8 +33,13 @@ pub(crate) fn list(repository: &Repository, style: Style) -> Outcome {
     for mirror in mirrors {
         let is_stale = stale.contains(&mirror.id);
         if is_stale {
-            forget += &format!("  cairn mirrors --forget {}\n", mirror.id);
+            forget += &format!("  cairn mirrors forget {}\n", mirror.id);
         }
+        let note = match (is_stale, mirror.is_ephemeral) {
+            (true, _) => Some("stale?"),
+            (false, true) => Some("ephemeral"),
+            (false, false) => None,
+        };
         table.row([
             mirror.id.to_string(),
             format!("{}@{}", mirror.image, mirror.parent),
@@ -40,7 +47,8 @@ pub(crate) fn list(repository: &Repository, style: Style) -> Outcome {
             or_dash(mirror.writer),
             mirror.host,
             utc(mirror.attached),
-            or_dash(is_stale.then_some("stale?")),
+            ago(mirror.seen, now()),
+            or_dash(note),
             mirror.path,
         ]);
     }
@@ -70,7 +78,77 @@ fn maybe_stale(mirrors: &[MirrorRecord]) -> impl Iterator<Item = MirrorId> {
         .map(|one| one.id)
 }
 
-pub(crate) fn forget(repository: &Repository, id: &MirrorId, style: Style) -> Outcome {
+pub(crate) fn forget(repository: &Repository, args: &Forget, style: Style) -> Outcome {
+    match (&args.id, args.unseen) {
+        (Some(id), _) => forget_one(repository, id, style),
+        (None, unseen) => {
+            let options = ForgetOptions::new(unseen.unwrap_or(u64::MAX));
+            let options = ForgetOptions { is_dry_run: args.dry_run, ..options };
+            forget_all(repository, &options, style)
+        }
+    }
+}
+
+/// Forgets the mirrors that no process has used for a long time, and says of each why it stays or goes.
+fn forget_all(repository: &Repository, options: &ForgetOptions, style: Style) -> Outcome {
+    let heading = [
+        ("MIRROR", Align::Left),
+        ("PARENT", Align::Left),
+        ("HOST", Align::Left),
+        ("ACTION", Align::Left),
+        ("REASON", Align::Left),
+        ("DIRECTORY", Align::Left),
+    ];
+    let mut listing = Listing::new(style, &heading);
+    let (mut forgotten, mut total) = (0, 0);
+    let result = forget_unused(repository, options, &mut |mirror, used| {
+        let action = match (&used, options.is_dry_run) {
+            (MirrorUse::Unused(_), false) => "forgot",
+            (MirrorUse::Unused(_), true) => "forget",
+            _ => "keep",
+        };
+        total += 1;
+        forgotten += u64::from(action != "keep");
+        let reason = reason(&used, mirror, options);
+        let json = || {
+            let mut json = mirror_json(mirror, false);
+            json["action"] = action.into();
+            json["reason"] = reason.clone().into();
+            json
+        };
+        let row = || {
+            let parent = format!("{}@{}", mirror.image, mirror.parent);
+            let (host, path) = (mirror.host.clone(), mirror.path.clone());
+            [mirror.id.to_string(), parent, host, action.into(), reason.clone(), path]
+        };
+        listing.add(json, row);
+        Ok(())
+    });
+    // What was forgotten before a failure is printed, too.
+    listing.end()?;
+    result.doing(|| "forgetting unused mirrors".into())?;
+    if style.json {
+        return Ok(());
+    }
+    let total = count(total, "mirror");
+    match options.is_dry_run {
+        true => print(&format!("would forget {forgotten} of {total}\n")),
+        false => print(&format!("forgot {forgotten} of {total}\n")),
+    }
+}
+
+fn reason(used: &MirrorUse, mirror: &MirrorRecord, options: &ForgetOptions) -> String {
+    let seen = || ago(mirror.seen, options.now);
+    match used {
+        MirrorUse::Writing { pid } => format!("process {pid} writes"),
+        MirrorUse::Recent(_) | MirrorUse::Unused(_) => format!("last used {}", seen()),
+        MirrorUse::Future(_) => {
+            format!("last used in the future, {}: a clock is or was wrong", utc(mirror.seen))
+        }
+    }
+}
+
+fn forget_one(repository: &Repository, id: &MirrorId, style: Style) -> Outcome {
     repository.forget_mirror(id).doing(|| format!("forgetting mirror {id}"))?;
     if style.json {
         return print_json(&json!({ "forgotten": id.to_string() }));
@@ -90,6 +168,8 @@ fn mirror_json(mirror: &MirrorRecord, maybe_stale: bool) -> Value {
         "host": mirror.host,
         "path": mirror.path,
         "attached": mirror.attached,
+        "seen": mirror.seen,
+        "ephemeral": mirror.is_ephemeral,
         "writer_pid": mirror.writer,
         "maybe_stale": maybe_stale,
     })
@@ -111,6 +191,8 @@ mod tests {
             parent: 1,
             root: Root(None),
             attached,
+            seen: attached,
+            is_ephemeral: false,
             writer,
         }
     }

@@ -50,9 +50,9 @@ pub(crate) fn serve(args: &Serve, access: &Access<'_>, style: Style) -> Outcome 
 }
 
 fn serve_peer(args: &Serve, catalog: Option<&str>, access: &Access<'_>, style: Style) -> Outcome {
-    if args.supervisor.lost_after.is_some() || args.supervisor.repair_rate.is_some() {
-        let why = "--lost-after and --repair-rate are for the catalog server and for `cairn \
-                   supervise`; omit them for a peer";
+    if args.supervisor.is_set() {
+        let why = "--lost-after, --repair-rate, --prune-interval, --gc-interval and --gc-grace are \
+                   for the catalog server and for `cairn supervise`; omit them for a peer";
         return Err(wrong_usage(Role::Peer, why));
     }
     let security = security(access, Role::Peer)?;

@@ -1,4 +1,4 @@
-//! `supervise` runs the supervisor of a cluster as a process of its own.
+//! `supervise` runs the supervisor of a repository as a process of its own.
 
 use cairn_store::Repository;
 use cairn_store::maintenance::supervisor::Supervisor;
@@ -18,14 +18,23 @@ pub(crate) fn supervise(
     style: Style,
 ) -> Outcome {
     let doing = || format!("supervising {url}");
-    if url.starts_with("dir:") {
-        let why = "a repository in a directory has no peers, so a supervisor has nothing to do; \
-                   name a cluster with --store etcd://HOST:PORT";
-        return Err(Failure::new(Exit::Usage, doing(), why));
-    }
-    let security = access.security(Role::Supervisor).doing(doing)?;
-    start_log();
-    let repository = Repository::connect(url, &security).doing(doing)?;
+    let repository = match url.starts_with("dir:") {
+        true if options.is_for_cluster() => {
+            let why =
+                "a repository in a directory has no peers; omit --lost-after and --repair-rate";
+            return Err(Failure::new(Exit::Usage, doing(), why));
+        }
+        true => {
+            start_log();
+            Repository::open(url)
+        }
+        false => {
+            let security = access.security(Role::Supervisor).doing(doing)?;
+            start_log();
+            Repository::connect(url, &security)
+        }
+    };
+    let repository = repository.doing(doing)?;
     let supervisor = Supervisor::start(repository, options.config()).doing(doing)?;
     let ended = run(Role::Supervisor, async {
         let stop = signals();

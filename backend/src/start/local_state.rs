@@ -132,14 +132,18 @@ impl LocalState {
         snapshot: &Snapshot,
         record: Option<&MirrorRecord>,
     ) -> Result<(), String> {
-        // The catalog was rebuilt, or the mirror was forgotten: see `Repository::attach_again`.
-        let Some(record) = record else { return Ok(()) };
         let identity = self.map.identity();
+        let parent = match record {
+            Some(record) => record.parent,
+            // The catalog was rebuilt, or the mirror was forgotten: see `Repository::attach_again`.
+            None if self.is_used() => self.map.parent().number,
+            None => return Ok(()),
+        };
         // With the same arguments as at its creation, the mirror goes on where it is.
-        let same = record.parent == snapshot.number
+        let same = parent == snapshot.number
             || (wanted.selector != Selector::Newest && identity.origin == snapshot.number);
         // The newest snapshot may be one that this mirror published just before its process died.
-        let own = snapshot.mirror == Some(record.id);
+        let own = snapshot.mirror == Some(identity.mirror);
         if same || own {
             return Ok(());
         }
@@ -147,7 +151,6 @@ impl LocalState {
             "holds {image}@{parent} and later writes, but {asked} was requested; start it with --image \
              {image}@{parent} to go on from there, or delete {path} to start from {asked}",
             image = identity.image,
-            parent = record.parent,
             asked = snapshot.name(),
             path = path.display(),
         ))

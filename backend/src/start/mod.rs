@@ -97,7 +97,7 @@ pub fn run(args: &Args) -> Result<(), StartError> {
         .map_err(repository)?;
     let lock = local.data.locked_file();
     let lock = lock.map_err(|source| StartError::Mirror { path: args.mirror.clone(), source })?;
-    let owner = owner.with_lock(lock);
+    let owner = owner.with_lock(lock).with_ephemeral(args.ephemeral);
     let attachment = match local.is_used() {
         true => store.attach_again(&owner, &snapshot, mode, &local.map.parent()),
         false => store.attach(&owner, &snapshot, mode),
@@ -314,7 +314,7 @@ fn serve(
     }
     flusher.spawn().map_err(&spawning)?;
     fetcher.spawn().map_err(&spawning)?;
-    lease::spawn(image.clone(), grower.clone()).map_err(&spawning)?;
+    lease::spawn(image.clone(), grower.clone(), mode).map_err(&spawning)?;
     let stall = Duration::from_secs(args.cow_stall.into());
     stall::spawn(disk.clone(), counters, stall).map_err(&spawning)?;
     let persist = persister.spawn().map_err(&spawning)?;

@@ -48,6 +48,9 @@ pub(crate) struct Serve {
 /// The interval between prunes.
 const PRUNE_INTERVAL: Duration = Duration::from_secs(3600);
 
+/// The interval between collections, and their grace period.
+const DAY: Duration = Duration::from_secs(86_400);
+
 /// The options of a supervisor.
 #[derive(Clone, Copy, Debug, Args)]
 pub(crate) struct SupervisorOptions {
@@ -62,6 +65,14 @@ pub(crate) struct SupervisorOptions {
     /// number with a suffix m, h or d; `off` never does [default: 1h]
     #[arg(long, value_name = "TIME", value_parser = parse_interval)]
     pub(crate) prune_interval: Option<Interval>,
+    /// Delete the data that nothing refers to, as `cairn gc` does, once in this time; `off` never does
+    /// [default: 24h]
+    #[arg(long, value_name = "TIME", value_parser = parse_interval)]
+    pub(crate) gc_interval: Option<Interval>,
+    /// Keep data that was stored or used within this time, as --grace of `cairn gc` does; `off` for no
+    /// grace period [default: 24h]
+    #[arg(long, value_name = "TIME", value_parser = parse_interval)]
+    pub(crate) gc_grace: Option<Interval>,
 }
 
 impl SupervisorOptions {
@@ -69,7 +80,26 @@ impl SupervisorOptions {
     pub(crate) fn config(&self) -> SupervisorConfig {
         let lost_after = self.lost_after.unwrap_or(Duration::from_secs(900));
         let prune_interval = self.prune_interval.unwrap_or(Interval(Some(PRUNE_INTERVAL))).0;
-        SupervisorConfig { lost_after, rate: self.repair_rate, prune_interval }
+        let collection_interval = self.gc_interval.unwrap_or(Interval(Some(DAY))).0;
+        let collection_grace = self.gc_grace.unwrap_or(Interval(Some(DAY))).0.unwrap_or_default();
+        SupervisorConfig {
+            lost_after,
+            rate: self.repair_rate,
+            prune_interval,
+            collection_interval,
+            collection_grace,
+        }
+    }
+
+    /// Whether an option for clusters is set.
+    pub(crate) fn is_for_cluster(&self) -> bool {
+        self.lost_after.is_some() || self.repair_rate.is_some()
+    }
+
+    /// Whether any option is set.
+    pub(crate) fn is_set(&self) -> bool {
+        let intervals = [self.prune_interval, self.gc_interval, self.gc_grace];
+        self.is_for_cluster() || intervals.iter().any(Option::is_some)
     }
 }
 

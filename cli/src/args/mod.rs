@@ -1,6 +1,7 @@
 //! The command line.
 
 mod cluster;
+mod mirrors;
 mod names;
 
 use std::path::PathBuf;
@@ -8,11 +9,12 @@ use std::time::Duration;
 
 use cairn_agent::Wait;
 use cairn_store::encoding::{Compression, Redundancy};
-use cairn_store::{ImageName, MirrorId, Scope, SnapshotRef};
+use cairn_store::{ImageName, Scope, SnapshotRef};
 use clap::builder::Resettable;
 use clap::{ArgMatches, Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
 
 pub(crate) use self::cluster::{Catalog, Keys, Peers, Serve, SignRole, SupervisorOptions};
+pub(crate) use self::mirrors::{Forget, Mirrors};
 pub(crate) use self::names::{Ls, Policy, Rules, SortBy};
 use crate::size::parse_size;
 use crate::time::{Interval, parse_interval};
@@ -279,8 +281,8 @@ pub(crate) enum Command {
     /// Remove the snapshots that retention policies do not keep
     #[command(
         after_help = "The command says for every snapshot why it stays or goes. It never removes a pinned snapshot, \
-                      the last stable one of an image, the parent of a mirror, or one that is being stored. The \
-                      supervisor of a cluster does the same every hour.\n\n\
+                      the last stable one of an image, the parent of a mirror, or one that is being stored or \
+                      read. The supervisor does the same every hour.\n\n\
                       Examples:\n  cairn prune --dry-run\n  cairn prune vm1\n  cairn prune job42/ --json"
     )]
     Prune {
@@ -291,13 +293,18 @@ pub(crate) enum Command {
         #[arg(long)]
         dry_run: bool,
     },
-    /// List the mirrors that refer to images
-    #[command(after_help = "Examples:\n  cairn mirrors\n  \
-                            cairn mirrors --forget 0f3b5c8a9d1e4f60b2a7c4d8e9f01234")]
+    /// List the mirrors that refer to images, or forget those that no longer exist
+    #[command(
+        args_conflicts_with_subcommands = true,
+        after_help = "A mirror keeps the content of the snapshot that it continues, even if the snapshot was \
+                      removed, until it is forgotten. One of `cairn-blk --ephemeral` is forgotten when its \
+                      process stops, or 10 minutes after its process was last heard of.\n\n\
+                      Examples:\n  cairn mirrors\n  cairn mirrors forget --unseen 30d --dry-run\n  \
+                      cairn mirrors forget 0f3b5c8a9d1e4f60b2a7c4d8e9f01234"
+    )]
     Mirrors {
-        /// Remove the entry of a mirror that no longer exists
-        #[arg(long, value_name = "ID")]
-        forget: Option<MirrorId>,
+        #[command(subcommand)]
+        action: Option<Mirrors>,
     },
     /// Take a checkpoint of a running disk and print its name
     #[command(after_help = "Examples:\n  cairn checkpoint --control /run/vm1.ctl\n  \
@@ -335,11 +342,14 @@ pub(crate) enum Command {
                             --catalog 10.0.0.1:7400 --capacity 500G --keys /etc/cairn"
     )]
     Serve(Serve),
-    /// Supervise a cluster whose catalog is an etcd: declare peers lost, and repair
+    /// Do what is to be done regularly: prune and collect, and in a cluster, declare peers lost and
+    /// repair
     #[command(
-        after_help = "A catalog server supervises its cluster itself. Several supervisors may run: one of them \
+        after_help = "A catalog server supervises its cluster itself. A cluster whose catalog is an etcd, and a \
+                      repository in a directory, need this command. Several supervisors may run: one of them \
                       acts at a time.\n\n\
-                      Example:\n  cairn supervise --store etcd://10.0.0.1:2379,10.0.0.2:2379 --keys /etc/cairn"
+                      Examples:\n  cairn supervise --store etcd://10.0.0.1:2379,10.0.0.2:2379 --keys /etc/cairn\n  \
+                      cairn supervise --store dir:/srv/cairn --gc-interval 12h"
     )]
     Supervise {
         #[command(flatten)]
@@ -384,6 +394,8 @@ pub(crate) enum Command {
                       measured from one collection to the next, so the first collection frees nothing unless \
                       the period is 0.\n\n\
                       Nothing is deleted if a part of a snapshot's tree cannot be read.\n\n\
+                      The supervisor does the same every day: --gc-interval of `cairn supervise` and of the catalog \
+                      server.\n\n\
                       Examples:\n  cairn gc --dry-run --grace 0\n  cairn gc\n  cairn gc --grace 0 --json"
     )]
     Gc {

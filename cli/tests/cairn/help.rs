@@ -36,6 +36,7 @@ fn help_shows_only_the_global_options_that_a_command_uses() {
         (&["policy", "set"], repository),
         (&["prune"], repository),
         (&["mirrors"], repository),
+        (&["mirrors", "forget"], repository),
         (&["checkpoint"], &["--json"]),
         (&["status"], disk),
         (&["stats"], disk),

@@ -113,7 +113,7 @@ fn an_image_with_mirrors_is_kept_until_they_are_forgotten() {
     assert_eq!((&listed[0]["id"], &listed[0]["parent"]), (&json!(id), &json!(2)));
     assert_eq!(listed[0]["writer_pid"], std::process::id());
     assert!(place.ok(&["mirrors"]).contains("/mirrors/7"));
-    for args in [&["rm", "vm1"][..], &["rm", "vm1", "--force"], &["mirrors", "--forget", &id]] {
+    for args in [&["rm", "vm1"][..], &["rm", "vm1", "--force"], &["mirrors", "forget", &id]] {
         let run = place.run(args);
         assert_eq!(run.code, 4, "{args:?}");
         let pid = std::process::id().to_string();
@@ -123,8 +123,8 @@ fn an_image_with_mirrors_is_kept_until_they_are_forgotten() {
     attachment.release(None).unwrap();
     let run = place.run(&["rm", "vm1"]);
     assert_eq!(run.code, 4);
-    assert!(run.stderr.contains(&format!("cairn mirrors --forget {id}")), "{}", run.stderr);
-    place.ok(&["mirrors", "--forget", &id]);
+    assert!(run.stderr.contains(&format!("cairn mirrors forget {id}")), "{}", run.stderr);
+    place.ok(&["mirrors", "forget", &id]);
     place.ok(&["rm", "vm1"]);
 }
 
@@ -145,7 +145,7 @@ fn a_missing_object_exits_with_3() {
         &["clone", "vm2", "vm3"],
         &["export", "vm2", "out.raw"],
         &["rm", "vm2"],
-        &["mirrors", "--forget", &"0".repeat(32)],
+        &["mirrors", "forget", &"0".repeat(32)],
     ] {
         assert_eq!(place.run(args).code, 3, "{args:?}");
     }
@@ -178,7 +178,11 @@ fn wrong_usage_exits_with_2_and_creates_nothing() {
         &["create", "vm1", "1G", "--chunk-size", "100K"],
         &["create", "vm1", "1G", "--chunk-size", "4G"],
         &["show", "vm1@"],
-        &["mirrors", "--forget", "xyz"],
+        &["mirrors", "forget", "xyz"],
+        &["mirrors", "forget"],
+        &["mirrors", "forget", "--unseen", "1h"],
+        &["mirrors", "forget", "--unseen", "30d", &"0".repeat(32)],
+        &["mirrors", "forget", "--dry-run", &"0".repeat(32)],
         &["checkpoint"],
         &["checkpoint", "--control", "x", "--wait", "forever"],
         &["checkpoint", "--control", "x", "--timeout", "-1"],

@@ -55,15 +55,15 @@ fn mirrors_that_another_one_replaced_in_their_directory_are_marked_until_they_ar
         assert!(row[directory..].starts_with("/mirrors/"), "{table}");
     }
     for (id, is_named) in ids.iter().zip([true, true, false, false]) {
-        let command = format!("cairn mirrors --forget {id}\n");
+        let command = format!("cairn mirrors forget {id}\n");
         assert_eq!(advice.contains(&command), is_named, "{table}");
     }
 
-    let output = place.ok(&["mirrors", "--forget", &ids[0]]);
+    let output = place.ok(&["mirrors", "forget", &ids[0]]);
     assert!(output.contains(&ids[0]) && output.contains("can no longer be used"), "{output}");
-    assert_eq!(place.run(&["mirrors", "--forget", &ids[2]]).code, 4, "it is in use");
+    assert_eq!(place.run(&["mirrors", "forget", &ids[2]]).code, 4, "it is in use");
     assert_eq!(marks(), [true, false, false]);
-    place.ok(&["mirrors", "--forget", &ids[1]]);
+    place.ok(&["mirrors", "forget", &ids[1]]);
     assert!(!place.ok(&["mirrors"]).contains("stale?"));
     running.release(None).unwrap();
 }

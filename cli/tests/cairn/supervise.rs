@@ -112,9 +112,11 @@ fn the_arguments_of_a_supervisor_are_checked() {
         let run = place.run(args);
         assert!(run.code == 2 && run.stderr.contains(text), "{args:?}: {}", run.stderr);
     };
-    refused(&["supervise"], "nothing to do");
+    refused(&["supervise", "--lost-after", "9"], "has no peers");
     refused(&["--store", "etcd://127.0.0.1:1", "supervise"], "--insecure");
     let peer = ["serve", "--no-catalog", "--data", "peer", "--listen", "127.0.0.1:0", "--insecure"];
-    refused(&[&peer, &["--lost-after", "9"][..]].concat(), "omit them for a peer");
+    for option in ["--lost-after", "--gc-interval", "--gc-grace", "--prune-interval"] {
+        refused(&[&peer, &[option, "9"][..]].concat(), "omit them for a peer");
+    }
     assert!(!place.path("peer").exists());
 }

@@ -28,6 +28,7 @@ use super::documents::{
 };
 use super::holder::Holder;
 use super::images::snapshot_of;
+use super::readers::{READERS, ReaderDocument};
 use crate::clock::now;
 use crate::cluster::membership::{ClusterEpoch, LOSSES};
 use crate::collection::CollectionNumber;
@@ -43,7 +44,6 @@ use crate::tree::Root;
 const COLLECTION: &str = "collection";
 const COLLECTIONS: &str = "collections";
 const COMMITS: &str = "commits/";
-const READERS: &str = "readers/";
 
 /// How long the document of a commit or a reader lasts without a renewal, in seconds.
 pub(crate) const LEASED_SECONDS: u32 = 600;
@@ -74,17 +74,17 @@ impl CommitBasis {
 
 /// The process that holds a document of a commit or a reader, for people.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-struct HolderDocument {
+pub(super) struct HolderDocument {
     /// What it does.
-    what: String,
-    host: String,
-    process: Process,
+    pub(super) what: String,
+    pub(super) host: String,
+    pub(super) process: Process,
     /// When it began: seconds since 1970.
     begun: u64,
 }
 
 impl HolderDocument {
-    fn new(what: &str) -> Result<HolderDocument> {
+    pub(super) fn new(what: &str) -> Result<HolderDocument> {
         let (host, process) = (host_name()?, Process::current()?);
         Ok(HolderDocument { what: what.into(), host, process, begun: now() })
     }
@@ -93,21 +93,6 @@ impl HolderDocument {
 #[derive(Serialize, Deserialize)]
 struct CommitDocument {
     collection: CollectionNumber,
-    #[serde(flatten)]
-    holder: HolderDocument,
-}
-
-#[derive(Serialize, Deserialize)]
-struct ReaderDocument {
-    #[serde(with = "text")]
-    image: ImageName,
-    #[serde(with = "text")]
-    image_id: ImageId,
-    number: u64,
-    size: u64,
-    chunk_size: u32,
-    #[serde(with = "optional_text")]
-    root: Option<NodeId>,
     #[serde(flatten)]
     holder: HolderDocument,
 }
@@ -242,34 +227,6 @@ impl Catalog {
                 false => put_mirror(Change::default(), &holder.mirror_id(), &mirror),
             };
             Ok((change, (basis, is_moved)))
-        })
-    }
-
-    /// Begins to read a snapshot: its content stays, even if the snapshot is removed, as long as
-    /// the reader's document is [renewed](Self::renew_leased).
-    pub(crate) fn begin_reading(
-        &self,
-        id: &LeaseId,
-        snapshot: &Snapshot,
-        what: &str,
-    ) -> Result<()> {
-        let holder = HolderDocument::new(what)?;
-        let key = snapshot_key(&snapshot.image_id, snapshot.number);
-        self.change(&[Query::key(&key)], |view| {
-            let found = view.get::<SnapshotDocument>(&key)?;
-            if found.is_none_or(|one| !one.state.has_content() || Root(one.root) != snapshot.root) {
-                return Err(Error::NoSnapshot { name: snapshot.name().to_string() });
-            }
-            let document = ReaderDocument {
-                image: snapshot.image.clone(),
-                image_id: snapshot.image_id,
-                number: snapshot.number,
-                size: snapshot.geometry.size(),
-                chunk_size: snapshot.geometry.chunk_size(),
-                root: snapshot.root.0,
-                holder: holder.clone(),
-            };
-            Ok((Change::default().put_for(LEASED_SECONDS, reader_key(id), &document), ()))
         })
     }
 
@@ -452,9 +409,4 @@ pub(super) fn protects(view: &View, id: &LeaseId, basis: &CommitBasis) -> Result
 /// The key of a commit without a mirror.
 pub(crate) fn commit_key(id: &LeaseId) -> String {
     format!("{COMMITS}{id}")
-}
-
-/// The key of a reader.
-pub(crate) fn reader_key(id: &LeaseId) -> String {
-    format!("{READERS}{id}")
 }

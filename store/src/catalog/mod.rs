@@ -14,6 +14,7 @@
 //! | `index` | the counts of an image's snapshots; finding a snapshot by its name |
 //! | `images` | creating and listing images and snapshots |
 //! | `collection` | the numbers of collections; commits and readers; what a collection must keep |
+//! | `readers` | snapshots that are being read |
 //! | `available` | the index of *available* snapshots |
 //! | `removal` | removing images and snapshots |
 //! | `removal_summary` | one record for all removed snapshots of an image; which records are needed |
@@ -44,6 +45,7 @@ mod index_tests;
 mod mirror_records;
 mod mirrors;
 mod policies;
+mod readers;
 mod records;
 mod removal;
 mod removal_summary;
@@ -55,9 +57,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 pub(crate) use self::available::Available;
-pub(crate) use self::collection::{
-    CollectionRoots, CommitBasis, LEASED_SECONDS, commit_key, reader_key,
-};
+pub(crate) use self::collection::{CollectionRoots, CommitBasis, LEASED_SECONDS, commit_key};
 pub use self::collection::{CompletedCollection, SpaceHolder};
 pub use self::edits::{MAX_LABELS, SnapshotEdit};
 pub use self::forgetting::MirrorUse;
@@ -67,6 +67,7 @@ pub(crate) use self::images::{Draft, FirstSnapshot, Referrer};
 pub(crate) use self::mirror_records::MirrorReference;
 pub use self::mirrors::LEASE_SECONDS;
 pub use self::policies::AppliedPolicy;
+pub(crate) use self::readers::reader_key;
 pub use self::records::Rebuilt;
 pub(crate) use self::records::{Record, RecordSubject, Records, recorded_redundancy};
 pub(crate) use self::removal::{PruneCheck, Refused};

@@ -17,6 +17,7 @@ use super::documents::{
     snapshots_of,
 };
 use super::index::{LabelDocument, Located, label_query, selected};
+use super::readers::{READERS, read_snapshots};
 use super::records::Record;
 use crate::documents::{Change, Query, View};
 use crate::error::{Error, Result};
@@ -46,6 +47,8 @@ pub(crate) enum Refused {
     Pinned,
     /// A mirror, by its id, continues from it.
     Parent(String),
+    /// Somebody reads it.
+    Read(String),
     /// The snapshot, the stable one that was to stay, or the policy has changed, or is gone.
     Changed,
 }
@@ -105,7 +108,7 @@ impl Catalog {
                 if document.labels != snapshot.labels {
                     return Ok(None);
                 }
-                if let Some(refused) = refusal(view, &id, number, &document, check)? {
+                if let Some(refused) = refusal(view, &id, number, &document, check, &observer)? {
                     return Ok(Some((Change::default(), Err(refused))));
                 }
                 let snapshot = document.clone().snapshot(&name.image, &image, number)?;
@@ -277,9 +280,10 @@ impl Catalog {
 impl PruneCheck {
     /// The documents that the decision depends on. Those that are queried by key cannot change until
     /// the removal has begun. A mirror gets another parent only with a change that writes the image's
-    /// document, so the mirrors need not be queried by key.
+    /// document, and a reader begins with a change that writes the snapshot's. So neither is queried by
+    /// key.
     fn queries(&self, id: &ImageId) -> Vec<Query> {
-        let mut queries = vec![Query::prefix(MIRRORS)];
+        let mut queries = vec![Query::prefix(MIRRORS), Query::prefix(READERS)];
         queries.extend(self.stable.map(|number| Query::Key(snapshot_key(id, number))));
         queries.extend(self.policies.iter().map(|(key, _)| Query::key(key)));
         queries
@@ -293,6 +297,7 @@ fn refusal(
     number: u64,
     document: &SnapshotDocument,
     check: Option<&PruneCheck>,
+    observer: &Process,
 ) -> Result<Option<Refused>> {
     if document.is_pinned {
         return Ok(Some(Refused::Pinned));
@@ -304,6 +309,10 @@ fn refusal(
         && let Some((mirror, _)) = parents.find(|(_, mirror)| mirror.parent == number)
     {
         return Ok(Some(Refused::Parent(mirror)));
+    }
+    let mut readers = read_snapshots(view, observer)?.into_iter();
+    if let Some(read) = readers.find(|one| one.image == *id && one.number == number) {
+        return Ok(Some(Refused::Read(read.reader)));
     }
     let is_stable = match check.stable {
         Some(stable) => {

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! supervisor ─┬─► prune: snapshots that policies do not keep
+//!             ├─► collection_schedule: when ─► collection
 //!             ├─► repair_schedule: when
 //!             └─► repair ─► repair_lease: one repair at a time
 //!                    ├─► references: which blobs the catalog refers to
@@ -16,7 +17,7 @@
 //!
 //! | file | responsibility |
 //! |---|---|
-//! | [`supervisor`] | the threads that declare peers lost, repair and prune |
+//! | [`supervisor`] | the threads that declare peers lost, repair, prune and collect |
 //! | [`prune`] | removes the snapshots that retention policies do not keep |
 //! | `repair_schedule` | the decision when to repair |
 //! | `repair` | the repair job: repairs all referenced blobs, sweeps drained peers |
@@ -28,11 +29,15 @@
 //! | `wanted` | the wanted blobs in the order of their names, in temporary files |
 //! | `whole_snapshots` | the *available* snapshots of which nothing is short |
 //! | [`collection`] | deletes the blobs that nothing refers to |
+//! | `collection_schedule` | the decision when to collect |
 //! | `rebuild` | a lost catalog, restored from the records on the peers |
 //! | [`verify`] | reads every blob of snapshots, in a directory too |
 
 pub mod collection;
+mod collection_schedule;
 pub mod prune;
+#[cfg(test)]
+mod prune_tests;
 mod rebuild;
 mod records;
 mod references;

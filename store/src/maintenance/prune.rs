@@ -2,8 +2,8 @@
 //!
 //! For each image: read the policy, read the snapshots, [decide](crate::retention), remove. Nothing is
 //! locked meanwhile. So each removal relies, in the transaction that begins it, on what the decision
-//! depends on: the snapshot's state, that it is not pinned and no mirror's parent, the policy, and a
-//! stable snapshot that stays. A removal that finds one of them changed leaves the snapshot to the
+//! depends on: the snapshot's state, that it is not pinned, no mirror's parent and not being read, the
+//! policy, and a stable snapshot that stays. A removal that finds one of them changed leaves the snapshot to the
 //! next prune. So two prunes, or a prune beside `cairn rm`, leave a stable snapshot, whatever their
 //! order is.
 
@@ -78,10 +78,14 @@ pub fn prune(
         let reason = format!("the parent of mirror {} on host {}", mirror.id, mirror.host);
         parents.entry(mirror.image).or_default().insert(mirror.parent, reason);
     }
+    let mut readers: HashMap<ImageId, HashMap<u64, String>> = HashMap::new();
+    for read in repository.catalog().read_snapshots()? {
+        readers.entry(read.image).or_default().insert(read.number, read.reader);
+    }
     let is_one = matches!(scope, Scope::Image(_));
     for image in images {
         let parents = parents.remove(&image.name).unwrap_or_default();
-        match (ImagePrune { repository, options, parents }).run(&image, each) {
+        match (ImagePrune { repository, options, parents, readers: &readers }).run(&image, each) {
             // It was removed meanwhile.
             Err(Error::NoImage { .. } | Error::BeingRemoved { .. }) if !is_one => {}
             result => result?,
@@ -120,6 +124,8 @@ struct ImagePrune<'a> {
     options: &'a PruneOptions<'a>,
     /// The parents of mirrors, and whose they are.
     parents: HashMap<u64, String>,
+    /// The snapshots that are being read, of all images, and by whom.
+    readers: &'a HashMap<ImageId, HashMap<u64, String>>,
 }
 
 impl ImagePrune<'_> {
@@ -166,6 +172,7 @@ impl ImagePrune<'_> {
 
     fn candidate(&self, snapshot: &Snapshot) -> Candidate {
         let parent = || self.parents.get(&snapshot.number).cloned();
+        let reader = || self.readers.get(&snapshot.image_id)?.get(&snapshot.number).cloned();
         let protection = (self.options.protect)(&snapshot.image_id, snapshot.number);
         Candidate {
             number: snapshot.number,
@@ -173,7 +180,7 @@ impl ImagePrune<'_> {
             state: snapshot.state,
             is_pinned: snapshot.is_pinned,
             is_obsolete: snapshot.is_obsolete,
-            protection: protection.or_else(parent),
+            protection: protection.or_else(parent).or_else(reader),
         }
     }
 }
@@ -189,6 +196,7 @@ fn can_remove(image: &Image, policy: Option<&RetentionPolicy>) -> bool {
 fn why_kept(refused: Refused) -> String {
     match refused {
         Refused::Pinned => "pinned".into(),
+        Refused::Read(reader) => reader,
         Refused::Parent(mirror) => format!("the parent of mirror {mirror}"),
         Refused::Changed => "it, the policy or the last stable snapshot has just changed".into(),
     }

@@ -1,7 +1,8 @@
-//! The supervisor of a cluster: it declares peers lost, and starts repairs and prunes.
+//! The supervisor of a repository: it declares peers lost, and starts repairs, prunes and collections.
 //!
 //! It runs in the process of a served catalog, or as `cairn supervise`, with the keys of the role
-//! supervisor. A peer never runs one, because its keys must not reach what other peers hold.
+//! supervisor. A peer never runs one, because its keys must not reach what other peers hold. In a
+//! directory there are no peers, and it prunes and collects.
 //!
 //! Several processes may run a supervisor. Only the one that holds the document `leader/supervisor`
 //! acts. The document expires when it is not renewed in time, so there may be two acting
@@ -12,12 +13,15 @@
 //! | note since when a peer is down, and declare it lost | every `POLL_INTERVAL` |
 //! | repair | when `RepairSchedule` says so |
 //! | prune | every `prune_interval`; the document `health/prune` has the time of the last one |
+//! | collect | when `collection_schedule` says so |
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use super::collection::{CollectionOptions, collect_while};
+use super::collection_schedule::is_collection_due;
 use super::prune::{PruneOptions, prune};
 use super::repair::{has_available, repair_while};
 use super::repair_schedule::RepairSchedule;
@@ -46,6 +50,10 @@ pub struct SupervisorConfig {
     pub rate: Option<u64>,
     /// The interval between prunes; `None` for no prunes.
     pub prune_interval: Option<Duration>,
+    /// The interval between collections; `None` for no collections.
+    pub collection_interval: Option<Duration>,
+    /// How long a collection keeps what nothing refers to.
+    pub collection_grace: Duration,
 }
 
 /// The threads of a supervisor. They end when this is dropped.
@@ -63,8 +71,7 @@ struct Shared {
 }
 
 impl Supervisor {
-    /// Starts a supervisor for the cluster of this repository. It acts while no other supervisor
-    /// does.
+    /// Starts a supervisor for this repository. It acts while no other supervisor does.
     pub fn start(repository: Repository, config: SupervisorConfig) -> Result<Supervisor> {
         let failed = |error| Error::io("starting", "a thread".as_ref(), error);
         let me: [u8; 16] = sys::random().map_err(failed)?;
@@ -75,18 +82,26 @@ impl Supervisor {
             stop: AtomicBool::new(false),
             sleep: Default::default(),
         });
-        let (watcher, repairer, pruner) = (shared.clone(), shared.clone(), shared.clone());
-        let watch = thread::Builder::new().name("watch".into());
-        let repair = thread::Builder::new().name("repair".into());
-        let prune = thread::Builder::new().name("prune".into());
-        let threads = vec![
-            watch
-                .spawn(move || watcher.watch(&PeerId::from_bytes(me).to_string()))
-                .map_err(failed)?,
-            repair.spawn(move || repairer.repair()).map_err(failed)?,
-            prune.spawn(move || pruner.prune()).map_err(failed)?,
-        ];
-        Ok(Supervisor { shared, threads })
+        let me = PeerId::from_bytes(me).to_string();
+        let mut supervisor = Supervisor { shared, threads: Vec::new() };
+        supervisor.spawn("watch", move |shared| shared.watch(&me)).map_err(failed)?;
+        if supervisor.shared.repository.cluster().is_some() {
+            supervisor.spawn("repair", Shared::repair).map_err(failed)?;
+        }
+        supervisor.spawn("prune", Shared::prune).map_err(failed)?;
+        supervisor.spawn("collect", Shared::collect).map_err(failed)?;
+        Ok(supervisor)
+    }
+
+    fn spawn(
+        &mut self,
+        name: &str,
+        work: impl FnOnce(&Shared) + Send + 'static,
+    ) -> std::io::Result<()> {
+        let shared = self.shared.clone();
+        let thread = thread::Builder::new().name(name.into()).spawn(move || work(&shared))?;
+        self.threads.push(thread);
+        Ok(())
     }
 }
 
@@ -101,8 +116,8 @@ impl Drop for Supervisor {
 }
 
 impl Shared {
-    fn documents(&self) -> Option<&dyn Documents> {
-        self.repository.cluster().map(|(_, documents)| documents)
+    fn documents(&self) -> &dyn Documents {
+        self.repository.documents()
     }
 
     /// Sleeps for `time`, or until the supervisor stops. Returns whether to continue.
@@ -117,12 +132,13 @@ impl Shared {
     /// Renews or takes the leader's document. While it is held, declares peers lost.
     fn watch(&self, me: &str) {
         let mut detector = LossDetector::new(self.config.lost_after);
+        let (documents, has_peers) = (self.documents(), self.repository.cluster().is_some());
         while self.pause(POLL_INTERVAL) {
-            let Some(documents) = self.documents() else { return };
             let is_leader = try_lock(documents, membership::SUPERVISOR, me, LEASE_SECONDS);
             self.leads.store(*is_leader.as_ref().unwrap_or(&false), Ordering::SeqCst);
             let declared = match is_leader {
-                Ok(true) => detector.look(documents, LookTime::now()),
+                Ok(true) if has_peers => detector.look(documents, LookTime::now()),
+                Ok(true) => Ok(Vec::new()),
                 Ok(false) => {
                     detector.forget();
                     Ok(Vec::new())
@@ -136,9 +152,7 @@ impl Shared {
                 Err(error) => tracing::debug!(%error, "failed to update the members"),
             }
         }
-        if self.leads.load(Ordering::SeqCst)
-            && let Some(documents) = self.documents()
-        {
+        if self.leads.load(Ordering::SeqCst) {
             let _ = unlock(documents, membership::SUPERVISOR, me);
         }
     }
@@ -153,7 +167,7 @@ impl Shared {
                 schedule.forget();
                 continue;
             }
-            let Some(documents) = self.documents() else { return };
+            let documents = self.documents();
             let Ok((peers, _)) = membership::peers(documents) else { continue };
             schedule.note(&peers, Instant::now());
             let has_available = || has_available(&self.repository).unwrap_or(false);
@@ -196,8 +210,7 @@ impl Shared {
             if !self.leads.load(Ordering::SeqCst) {
                 continue;
             }
-            let Some(documents) = self.documents() else { return };
-            match begin_prune(documents, interval, now()) {
+            match begin_prune(self.documents(), interval, now()) {
                 Ok(true) => self.prune_once(),
                 Ok(false) => {}
                 Err(error) => tracing::debug!(%error, "failed to read when the last prune was"),
@@ -224,6 +237,51 @@ impl Shared {
             Ok(()) => tracing::info!(removed, "a prune ended"),
             Err(error) => tracing::warn!(%error, removed, "a prune failed"),
         }
+    }
+
+    /// Collects when the last collection of anybody is long ago.
+    fn collect(&self) {
+        let Some(interval) = self.config.collection_interval else { return };
+        // Whether a collection was due while a repair, or another collection, was running.
+        let mut is_waiting = false;
+        while self.pause(POLL_INTERVAL) {
+            if !self.leads.load(Ordering::SeqCst) {
+                is_waiting = false;
+                continue;
+            }
+            match is_waiting || self.is_collection_due(interval) {
+                true => is_waiting = !self.collect_once(),
+                false => {}
+            }
+        }
+    }
+
+    fn is_collection_due(&self, interval: Duration) -> bool {
+        let is_due = is_collection_due(&self.repository, interval, now());
+        is_due.unwrap_or_else(|error| {
+            tracing::debug!(%error, "failed to read when the last collection was");
+            false
+        })
+    }
+
+    /// Runs a collection. Returns `false` if a repair or another collection runs.
+    fn collect_once(&self) -> bool {
+        let grace = self.config.collection_grace;
+        let options = CollectionOptions { grace, ..CollectionOptions::default() };
+        let collected =
+            collect_while(&self.repository, &options, &|| self.should_continue(), &|_| ());
+        match collected {
+            Ok(report) => tracing::info!(
+                number = report.number.0,
+                freed = report.freed.bytes,
+                kept = report.live.bytes,
+                waiting = report.waiting.bytes,
+                "a collection ended"
+            ),
+            Err(Error::RepairRuns) => return false,
+            Err(error) => tracing::warn!(%error, "a collection failed"),
+        }
+        true
     }
 
     fn should_continue(&self) -> bool {

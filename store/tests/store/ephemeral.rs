@@ -145,7 +145,8 @@ fn a_writer_that_was_away_and_lost_its_parent_publishes_nothing(test: &TestRepos
     let again = test.repository.attach_again(&ephemeral(1), &first, Mode::ReadWrite, &standing);
     refused(again.map(drop));
     assert!(!has_mirror(test));
-    // The snapshot that it had announced can be removed, and another mirror goes on.
+    // What it had announced fails, and another mirror goes on.
+    test.expire_lease();
     let next = test.attach(2, &first).unwrap();
     next.fail(number, "its process died").unwrap();
     checkpoint(test, &next, 5);

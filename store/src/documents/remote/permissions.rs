@@ -3,7 +3,7 @@
 //! | caller | reads | changes |
 //! |---|---|---|
 //! | client, or anybody on plain TCP | everything | everything |
-//! | supervisor | everything | `members`, `suspects`, `leader`, `health`, `images`, `snapshots`, `labels`, `available`, `drafts` |
+//! | supervisor | everything | `members`, `suspects`, `leader`, `health`, `images`, `snapshots`, `labels`, `available`, `drafts`, `collection`, `collections` |
 //! | peer *X* | `members/X`, `alive/X` | `members/X`, `alive/X` |
 //!
 //! A peer is not trusted. What it writes about itself may be wrong, so readers of its documents
@@ -19,9 +19,9 @@ use crate::net::identity::{Identity, Role};
 pub(super) const CALLERS: [Role; 3] = [Role::Client, Role::Supervisor, Role::Peer];
 
 /// The folders that a supervisor may change: it declares peers lost, repair makes snapshots stable
-/// and gives up creations that were interrupted, and a prune removes snapshots. Policies, mirrors and
-/// leases are not in them.
-const SUPERVISOR_FOLDERS: [&str; 9] = [
+/// and gives up creations that were interrupted, and a prune removes snapshots. A collection raises
+/// its number. Policies, mirrors and leases are not in them.
+const SUPERVISOR_FOLDERS: [&str; 11] = [
     "members",
     "suspects",
     "leader",
@@ -31,6 +31,8 @@ const SUPERVISOR_FOLDERS: [&str; 9] = [
     "labels",
     "available",
     "drafts",
+    "collection",
+    "collections",
 ];
 
 /// The longest document that a peer may write, in bytes. All clients read it.
@@ -177,6 +179,7 @@ mod tests {
             change().put("leader/supervisor", &1).put("health/losses", &1).put("members/x", &1),
             change().remove(Query::prefix("suspects/")).put("snapshots/vm1/1", &1),
             change().put("images/vm1", &1).remove(Query::key("labels/vm1/x")),
+            change().put("collection", &1).put("collections", &1),
         ] {
             commit(good).unwrap();
         }
@@ -184,6 +187,8 @@ mod tests {
             change().put("policies/vm1", &1),
             change().put("health/x", &1).put("healthy/x", &1),
             change().put("leases/vm1", &1),
+            change().put("commits/x", &1),
+            change().remove(Query::key("readers/x")),
             change().remove(Query::key("mirrors/x")),
             change().remove(Query::prefix("members")),
             change().remove(Query::prefix("")),
