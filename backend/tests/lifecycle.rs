@@ -273,3 +273,109 @@ fn a_lease_that_cannot_be_seen_is_not_taken_over_with_a_copy_or_from_another_hos
     repository::edit_lease_process(&site, &image, "boot_id", "elsewhere".into());
     refused(&options);
 }
+
+/// Ends the reference of all mirrors, as its expiry does.
+fn expire_mirrors(site: &Site) {
+    let path = site.repository().join("catalog.db");
+    let catalog = rusqlite::Connection::open(path).expect("the catalog");
+    catalog.execute("DELETE FROM documents WHERE key LIKE 'mirrors/%'", []).expect("expire");
+}
+
+fn has_mirror(site: &Site) -> bool {
+    !repository::open(&site.store()).catalog().mirrors().expect("list").is_empty()
+}
+
+/// The process was suspended for so long that its reference ended, its parent was removed, and a
+/// collection ran. It must serve nothing wrong, and publish nothing.
+#[test]
+fn an_ephemeral_disk_that_was_away_for_too_long_fails_and_is_never_wrong() {
+    let site = Site::new();
+    let disk = random_disk(7, 4 << 20);
+    let parent = repository::import(&site.store(), IMAGE, CHUNK, &disk);
+    let other = repository::publish_empty(&site.store(), IMAGE);
+    let options = Options { image: format!("{IMAGE}@1"), ..Options::new(&site) };
+    let options = options.with(&["--ephemeral", "--fetch-retry", "1", "--commit-retry", "1"]);
+    let backend = Backend::start(&options);
+    let mut device = backend.device(Shape::default());
+    device.queues[0].write(0, &[7; 65536]).expect("write");
+    assert!(device.queues[0].read(1 << 20, 4096).expect("read") == disk[1 << 20..][..4096]);
+    assert!(has_mirror(&site));
+    backend.while_stopped(|| {
+        expire_mirrors(&site);
+        let store = repository::open(&site.store());
+        store.remove_snapshot(&parent.name()).expect("nothing refers to it");
+        let options = cairn_store::maintenance::collection::CollectionOptions::default();
+        let report =
+            cairn_store::maintenance::collection::collect(&store, &options, &|_| ()).expect("gc");
+        assert!(report.freed.bytes >= 4 << 20, "{report:?}");
+    });
+    // What is local is right, and the rest is an error.
+    assert!(device.queues[0].read(0, 65536).expect("a local read") == [7; 65536]);
+    assert!(device.queues[0].read(1 << 20, 4096).expect("a local read") == disk[1 << 20..][..4096]);
+    device.queues[0].read(2 << 20, 4096).expect_err("its content is gone");
+    match backend.control().checkpoint_to_the_end() {
+        Event::Failed(failed) => assert!(failed.reason.contains("does not refer"), "{failed:?}"),
+        other => panic!("a checkpoint without its parent: {other:?}"),
+    }
+    drop(device);
+    backend.terminate();
+    assert!(!has_mirror(&site));
+    // Nor does the next process go on. The newest snapshot is not what the mirror continues.
+    let ended = run(&Options { image: IMAGE.into(), ..options }.arguments());
+    assert_eq!(ended.status.code(), Some(4), "{}", ended.message);
+    assert!(ended.message.contains(&parent.name().to_string()), "{}", ended.message);
+    assert!(repository::export(&site.store(), IMAGE, other).iter().all(|byte| *byte == 0));
+}
+
+#[test]
+fn an_ephemeral_disk_is_forgotten_at_a_stop_and_goes_on_while_its_parent_exists() {
+    let site = Site::new();
+    let mut disk = random_disk(8, 4 << 20);
+    repository::import(&site.store(), IMAGE, CHUNK, &disk);
+    let options = Options::new(&site).with(&["--ephemeral"]);
+    let mut write = |backend: &Backend, at: usize, fill: u8| {
+        let mut device = backend.device(Shape::default());
+        device.queues[0].write(at as u64, &[fill; 65536]).expect("write");
+        disk[at..][..65536].fill(fill);
+        assert!(device.read_all() == disk, "the disk after write {fill}");
+        disk.clone()
+    };
+    let backend = Backend::start(&options);
+    write(&backend, 0, 1);
+    backend.control().stable_checkpoint();
+    write(&backend, 1 << 20, 2);
+    assert!(has_mirror(&site));
+    backend.terminate();
+    assert!(!has_mirror(&site), "it is forgotten at once");
+
+    let backend = Backend::start(&options);
+    write(&backend, 2 << 20, 3);
+    backend.kill();
+    assert!(has_mirror(&site), "the same mirror may go on");
+    expire_mirrors(&site);
+    let backend = Backend::start(&options);
+    let expected = write(&backend, 3 << 20, 4);
+    let number = backend.control().stable_checkpoint();
+    assert!(repository::export(&site.store(), IMAGE, number) == expected);
+    backend.kill();
+    // Another mirror has taken the image since: this one does not roll it back.
+    expire_mirrors(&site);
+    repository::publish_empty(&site.store(), IMAGE);
+    let ended = run(&options.arguments());
+    assert_eq!(ended.status.code(), Some(4), "{}", ended.message);
+    assert!(ended.message.contains(&format!("{IMAGE}@{number}")), "{}", ended.message);
+}
+
+#[test]
+fn an_ephemeral_reader_is_forgotten_when_it_stops() {
+    let site = Site::new();
+    let disk = random_disk(9, 1 << 20);
+    repository::import(&site.store(), IMAGE, CHUNK, &disk);
+    let backend = Backend::start(&Options::new(&site).with(&["--ephemeral", "--read-only"]));
+    let mut device = backend.device(Shape::default());
+    assert!(device.read_all() == disk);
+    assert!(has_mirror(&site));
+    drop(device);
+    backend.terminate();
+    assert!(!has_mirror(&site));
+}

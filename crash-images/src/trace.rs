@@ -145,6 +145,10 @@ impl Parser {
                     }
                     "fallocate" => {
                         let (mode, offset, len) = (fields[1], number(2), number(3));
+                        if mode == "FALLOC_FL_KEEP_SIZE" {
+                            // Neither the content nor the length changes.
+                            return;
+                        }
                         self.operations.push(match mode {
                             "0" => Operation::Extend { path, len: offset + len },
                             "FALLOC_FL_KEEP_SIZE|FALLOC_FL_PUNCH_HOLE" => {

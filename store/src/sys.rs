@@ -67,6 +67,16 @@ pub(crate) fn allocate(file: &File, part: Range<u64>) -> io::Result<()> {
     }
 }
 
+/// Allocates space for the first `len` bytes of the file. The file's length does not change.
+pub(crate) fn allocate_beyond_end(file: &File, len: u64) -> io::Result<()> {
+    let mode = libc::FALLOC_FL_KEEP_SIZE;
+    // SAFETY: the call takes no pointers, and the descriptor is open while `file` is borrowed.
+    match unsafe { libc::fallocate64(file.as_raw_fd(), mode, 0, len as libc::off64_t) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
 /// Frees the space of a part of the file. The part then reads as zeros, and the file's length does
 /// not change.
 pub(crate) fn punch(file: &File, part: Range<u64>) -> io::Result<()> {
@@ -167,6 +177,13 @@ pub(crate) fn free_space(path: &Path) -> Result<u64> {
     let stat = file_system(path)
         .map_err(|error| Error::io("examining the file system of", path, error))?;
     Ok(stat.f_bavail.saturating_mul(stat.f_bsize as u64))
+}
+
+/// The size of the file system that holds `path`, in bytes.
+pub(crate) fn file_system_size(path: &Path) -> Result<u64> {
+    let stat = file_system(path)
+        .map_err(|error| Error::io("examining the file system of", path, error))?;
+    Ok(stat.f_blocks.saturating_mul(stat.f_bsize as u64))
 }
 
 fn file_system(path: &Path) -> io::Result<libc::statfs> {

@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 
 use cairn_store::documents::{Change, Documents, Query, SqliteDocuments};
 use cairn_store::{
-    ChunkIndex, Geometry, ImageName, Repository, Root, Snapshot, SnapshotRef, is_zero,
+    ChunkIndex, Consistency, Geometry, ImageName, Metadata, MirrorId, MirrorOwner, Mode,
+    NewSnapshot, Repository, Root, Snapshot, SnapshotRef, is_zero,
 };
 use serde_json::Value;
 
@@ -92,4 +93,29 @@ pub(crate) fn edit_lease_process(site: &Site, image: &Snapshot, field: &str, val
     lease["process"][field] = value;
     let change = Change::default().put_for(60, key, &lease);
     assert!(documents.commit(&change).expect("change the lease"));
+}
+
+/// Publishes a snapshot of zeros through a mirror that is gone afterwards. Returns its number.
+pub(crate) fn publish_empty(store: &str, name: &str) -> u64 {
+    let repository = open(store);
+    let newest = repository.catalog().resolve(&name.parse().expect("a name")).expect("an image");
+    let id = MirrorId::from_bytes([200; 16]);
+    let owner = MirrorOwner::this_process(id, "/elsewhere").expect("an owner");
+    let writer = repository.attach(&owner, &newest, Mode::ReadWrite).expect("attach");
+    let number = writer.reserve(1).expect("a number").start;
+    let new = NewSnapshot {
+        number,
+        label: None,
+        metadata: Metadata::default(),
+        is_from_guest: false,
+        size: newest.geometry.size(),
+        consistency: Consistency::Crash,
+        time: 0,
+        dirty_bytes: 0,
+        pause_us: 0,
+    };
+    let commit = writer.begin(&new).expect("announce");
+    commit.publish_tree(&Root::default(), 0, 0).expect("publish");
+    writer.detach().expect("detach");
+    number
 }

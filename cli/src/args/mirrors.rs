@@ -34,7 +34,7 @@ pub(crate) struct Forget {
     #[arg(long, value_name = "AGE", value_parser = parse_unseen)]
     pub(crate) unseen: Option<u64>,
     /// Print what would be forgotten, and forget nothing
-    #[arg(long, requires = "unseen")]
+    #[arg(long, conflicts_with = "id")]
     pub(crate) dry_run: bool,
 }
 

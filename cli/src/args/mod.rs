@@ -342,8 +342,7 @@ pub(crate) enum Command {
                             --catalog 10.0.0.1:7400 --capacity 500G --keys /etc/cairn"
     )]
     Serve(Serve),
-    /// Do what is to be done regularly: prune and collect, and in a cluster, declare peers lost and
-    /// repair
+    /// Prune and collect regularly; in a cluster, also declare peers lost and repair
     #[command(
         after_help = "A catalog server supervises its cluster itself. A cluster whose catalog is an etcd, and a \
                       repository in a directory, need this command. Several supervisors may run: one of them \

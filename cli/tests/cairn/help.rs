@@ -112,6 +112,8 @@ fn no_line_of_a_help_text_is_longer_than_100_columns() {
         ["peers", "lose"],
         ["keys", "sign"],
         ["catalog", "rebuild"],
+        ["mirrors", "ls"],
+        ["mirrors", "forget"],
         ["policy", "set"],
         ["policy", "show"],
         ["policy", "rm"],

@@ -23,8 +23,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Catalog;
 use super::documents::{
-    IMAGES, ImageDocument, MIRRORS, MirrorDocument, SNAPSHOTS, SnapshotDocument, optional_text,
-    put_mirror, snapshot_key, text,
+    IMAGES, ImageDocument, MIRRORS, MirrorDocument, SNAPSHOTS, SnapshotDocument, put_mirror,
 };
 use super::holder::Holder;
 use super::images::snapshot_of;
@@ -35,10 +34,9 @@ use crate::collection::CollectionNumber;
 use crate::documents::{Change, Query, View};
 use crate::error::{Error, Result};
 use crate::geometry::{Geometry, MAX_SIZE};
-use crate::id::{ImageId, LeaseId, NodeId};
+use crate::id::{ImageId, LeaseId};
 use crate::name::{ImageName, SnapshotRef};
 use crate::process::{Process, host_name};
-use crate::snapshot::Snapshot;
 use crate::tree::Root;
 
 const COLLECTION: &str = "collection";

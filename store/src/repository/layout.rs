@@ -5,6 +5,7 @@
 //! PATH/catalog.db        the catalog documents
 //! PATH/segments/         the blobs
 //! PATH/index.db          the position of each blob
+//! PATH/reserve           space for a full file system
 //! ```
 //!
 //! Several processes may create the same repository at once: each step is idempotent.
@@ -17,6 +18,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::blobs::directory::DirectoryBlobs;
 use crate::documents::SqliteDocuments;
+use crate::durable::reserve;
 use crate::error::{Error, Result};
 use crate::sys;
 
@@ -25,7 +27,8 @@ const FORMAT: &str = "cairn-repository";
 const VERSION: u64 = 4;
 
 /// Prefixes of the names of a repository's files, except the marker.
-const PARTS: [&str; 4] = ["segments", "catalog.db", "index.db", "repository.json."];
+const PARTS: [&str; 5] =
+    ["segments", "catalog.db", "index.db", "repository.json.", reserve::FILE_NAME];
 
 /// File systems that cannot hold a catalog, by the magic number of `statfs`.
 ///

@@ -9,6 +9,7 @@ use crate::blobs::directory::DirectoryBlobs;
 use crate::catalog::Catalog;
 use crate::cluster::client::watcher::watch_members;
 use crate::documents::{self, Documents, SqliteDocuments};
+use crate::durable::reserve::Reserve;
 use crate::encoding::StoragePolicy;
 use crate::error::{Error, Result};
 use crate::net::identity::{Access, Role, Security};
@@ -43,6 +44,8 @@ impl Repository {
     ) -> Result<Self> {
         let path = layout::directory_of(url)?;
         layout::check(&path)?;
+        // Before the databases are opened: without space they cannot be.
+        Reserve::of(&path)?.adjust();
         let directory = Arc::new(DirectoryBlobs::open(&path)?);
         let blobs = wrap(Arc::clone(&directory) as Arc<dyn Blobs>);
         let documents = Arc::new(SqliteDocuments::open(&layout::catalog(&path))?);

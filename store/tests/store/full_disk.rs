@@ -96,3 +96,88 @@ fn a_repair_without_space_for_its_names_fails_and_frees_what_it_has_used() {
     // The space is free again.
     fs::write(small.path().join("file"), vec![1; 7 << 20]).unwrap();
 }
+
+/// A loop-mounted ext4, which is unmounted when this is dropped.
+struct SmallExt4 {
+    dir: TempDir,
+}
+
+impl SmallExt4 {
+    fn mount(mib: u64) -> Option<Self> {
+        let dir = TempDir::new().unwrap();
+        let image = dir.path().join("image");
+        fs::File::create(&image).unwrap().set_len(mib << 20).unwrap();
+        let at = dir.path().join("mount");
+        fs::create_dir(&at).unwrap();
+        let is_done =
+            |command: &mut Command| command.output().is_ok_and(|output| output.status.success());
+        // No blocks are kept for root, who runs this test.
+        let is_mounted = is_done(Command::new("mkfs.ext4").args(["-q", "-m", "0"]).arg(&image))
+            && is_done(Command::new("mount").args(["-o", "loop"]).arg(&image).arg(&at));
+        is_mounted.then_some(Self { dir })
+    }
+
+    fn path(&self) -> std::path::PathBuf {
+        self.dir.path().join("mount")
+    }
+}
+
+impl Drop for SmallExt4 {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("--lazy").arg(self.path()).status();
+    }
+}
+
+/// Writes a file until nothing more fits.
+fn fill(path: &Path) {
+    use std::io::Write;
+    let mut file = fs::File::create(path).unwrap();
+    for size in [1 << 20, 4096, 512] {
+        while file.write_all(&vec![1; size]).and_then(|()| file.sync_data()).is_ok() {}
+    }
+}
+
+/// Somebody else fills the disk. Snapshots can still be listed and removed, and a collection gives
+/// space back, again and again.
+#[test]
+fn a_repository_on_a_full_disk_can_be_listed_removed_from_and_collected() {
+    let Some(small) = SmallExt4::mount(48) else {
+        eprintln!("skipped: mounting a small ext4 needs root");
+        return;
+    };
+    let url = crate::support::url_of(&small.path().join("repository"));
+    let open = || Repository::open(&url).unwrap();
+    let chunks = |from: u64| (0..100).map(move |at| (at, from + at)).collect::<Vec<_>>();
+    let repository = Repository::open_or_create(&url).unwrap();
+    for image in 0..3_u64 {
+        let root = write(&repository, &Root::default(), &chunks(1000 * image));
+        let image = name(&format!("vm{image}"));
+        repository.publish_image(&image, disk(1000), &root, 0, 0).unwrap();
+    }
+    // All databases are closed, so their logs and their shared memory are gone.
+    drop(repository);
+    for round in 0..3 {
+        let ballast = small.path().join(format!("ballast{round}"));
+        fill(&ballast);
+        let repository = open();
+        assert_eq!(repository.catalog().images().unwrap().len(), 3 - round);
+        let error = repository.put_chunk(&content(5000)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+        assert!(error.to_string().contains("no space left"), "{error}");
+        drop(repository);
+        open().remove_image(&name(&format!("vm{round}")), false).unwrap();
+        let options = cairn_store::maintenance::collection::CollectionOptions::default();
+        let report =
+            cairn_store::maintenance::collection::collect(&open(), &options, &|_| ()).unwrap();
+        assert!(report.freed.bytes >= 100 * content(0).len() as u64, "{report:?}");
+        // The space is there for others, and for the next time that the disk is full.
+        let free = || fs::write(small.path().join("other"), vec![1; 3 << 20]);
+        free().unwrap();
+        fs::remove_file(small.path().join("other")).unwrap();
+    }
+    fs::remove_file(small.path().join("ballast0")).unwrap();
+    let repository = open();
+    let root = write(&repository, &Root::default(), &chunks(9000));
+    let snapshot = repository.publish_image(&name("after"), disk(1000), &root, 0, 0).unwrap();
+    assert_holds(&repository, &snapshot, &chunks(9000));
+}

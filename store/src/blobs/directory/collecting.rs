@@ -79,6 +79,8 @@ impl DirectoryBlobs {
             self.index.forget_freed(&done)?;
         }
         self.remove_empty_segments()?;
+        // A full file system may have taken it.
+        self.reserve.adjust();
         Ok(left)
     }
 

@@ -44,6 +44,7 @@ use self::index::{Index, Slot, Stored};
 use self::scan::scan;
 use super::{Blobs, NewBlob};
 use crate::collection::CollectionNumber;
+use crate::durable::reserve::Reserve;
 use crate::durable::segment::{Segment, path_of, segments_in};
 use crate::durable::sync::SegmentSync;
 use crate::encoding::StoragePolicy;
@@ -63,6 +64,7 @@ const OPEN_FILES: usize = 64;
 /// A handle on the blobs of a directory.
 pub(crate) struct DirectoryBlobs {
     directory: PathBuf,
+    reserve: Reserve,
     index: Index,
     state: Mutex<WriterState>,
     sync: SegmentSync,
@@ -127,7 +129,8 @@ impl DirectoryBlobs {
         })?;
         let (state, current, flushing, files, stamp) = Default::default();
         let sync = SegmentSync::new(directory.clone());
-        Ok(Self { directory, index, state, sync, current, flushing, files, stamp })
+        let reserve = Reserve::of(repository)?;
+        Ok(Self { directory, reserve, index, state, sync, current, flushing, files, stamp })
     }
 
     fn stamp(&self) -> CollectionNumber {
@@ -327,6 +330,7 @@ impl Blobs for DirectoryBlobs {
             self.flush()?;
         }
         for missing in self.missing(blobs)?.chunks(MAX_BLOBS) {
+            self.reserve.check(missing.iter().map(|blob| blob.content.len() as u64).sum())?;
             let segment = self.current()?;
             let (group, slots) = append(&segment, missing)?;
             let mut state = self.state();
