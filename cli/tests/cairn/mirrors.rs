@@ -5,6 +5,9 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use cairn_store::{MirrorId, MirrorOwner, Mode, Repository};
 
+use cairn_store::documents::{Change, Documents, Query, SqliteDocuments};
+use serde_json::Value;
+
 use crate::support::Place;
 
 /// Waits until the clock shows another second, because the catalog stores times in whole seconds.
@@ -66,4 +69,72 @@ fn mirrors_that_another_one_replaced_in_their_directory_are_marked_until_they_ar
     place.ok(&["mirrors", "forget", &ids[1]]);
     assert!(!place.ok(&["mirrors"]).contains("stale?"));
     running.release(None).unwrap();
+}
+
+/// Changes when a mirror was last used, as the catalog knows it.
+fn set_seen(place: &Place, id: &str, seen: u64) {
+    let documents = SqliteDocuments::open(&place.path("repository/catalog.db")).unwrap();
+    let key = format!("mirrors/{id}");
+    let mut mirror: Value =
+        documents.read(&[Query::key(&key)]).unwrap().get(&key).unwrap().unwrap();
+    (mirror["seen"], mirror["attached"]) = (seen.into(), 0.into());
+    assert!(documents.commit(&Change::default().put(key, &mirror)).unwrap());
+}
+
+#[test]
+fn mirrors_that_no_process_has_used_for_long_are_forgotten_and_no_others() {
+    let place = Place::new();
+    for image in ["vm1", "vm2", "vm3", "vm4", "vm5"] {
+        place.ok(&["create", image, "1M"]);
+    }
+    let url = format!("dir:{}", place.path("repository").display());
+    let repository = Repository::open(&url).unwrap();
+    let attach = |id: u8, image: &str, mode| {
+        let newest = repository.catalog().resolve(&image.parse().unwrap()).unwrap();
+        let owner = MirrorOwner::this_process(MirrorId::from_bytes([id; 16]), "/m").unwrap();
+        repository.attach(&owner, &newest, mode).unwrap()
+    };
+    let id = |id: u8| MirrorId::from_bytes([id; 16]).to_string();
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs();
+    let long_ago = now - 31 * 86_400;
+    let running = attach(1, "vm1", Mode::ReadWrite);
+    let reader = attach(2, "vm2", Mode::ReadOnly);
+    for (number, image) in [(3, "vm3"), (4, "vm4"), (5, "vm5")] {
+        attach(number, image, Mode::ReadWrite).release(None).unwrap();
+    }
+    for (number, seen) in
+        [(1, long_ago), (2, long_ago), (3, long_ago), (4, now - 29 * 86_400), (5, now + 86_400)]
+    {
+        set_seen(&place, &id(number), seen);
+    }
+    // A running reader notes that it uses its mirror.
+    reader.renew().unwrap();
+    let all = |args: &[&str]| {
+        let list = place.json(&[&["mirrors", "forget", "--unseen", "30d"], args].concat());
+        let mut list = list.as_array().unwrap().clone();
+        list.sort_by_key(|one| one["id"].to_string());
+        list.iter()
+            .map(|one| (one["action"].clone(), one["reason"].as_str().unwrap().to_owned()))
+            .collect::<Vec<_>>()
+    };
+    let plan = all(&["--dry-run"]);
+    assert_eq!(place.json(&["mirrors", "ls"]).as_array().unwrap().len(), 5, "nothing is changed");
+    let text = place.ok(&["mirrors", "forget", "--unseen", "30d", "--dry-run"]);
+    assert!(text.ends_with("would forget 1 of 5 mirrors\n"), "{text}");
+    let done = all(&[]);
+    let actions = |all: &[(Value, String)]| {
+        all.iter().map(|(action, _)| action.as_str().unwrap().to_owned()).collect::<Vec<_>>()
+    };
+    assert_eq!(actions(&plan), ["keep", "keep", "forget", "keep", "keep"]);
+    assert_eq!(actions(&done), ["keep", "keep", "forgot", "keep", "keep"]);
+    let pid = std::process::id();
+    let reasons =
+        [format!("process {pid} writes"), "last used 0 s ago".into(), "last used 31 d ago".into()];
+    for (reason, wanted) in done.iter().map(|(_, reason)| reason).zip(reasons) {
+        assert!(*reason == wanted || reason.starts_with("last used") && wanted.contains(" s ago"));
+    }
+    assert!(done[4].1.contains("in the future"), "{}", done[4].1);
+    let left = place.json(&["mirrors"]);
+    assert!(left.as_array().unwrap().iter().all(|one| one["id"] != id(3)), "{left}");
+    drop((running, reader));
 }

@@ -9,7 +9,7 @@ use cairn_store::net::identity::Security;
 use serde_json::Value;
 
 use crate::lab::{Server, free_address_on, random, wait_for_repair, wait_until};
-use crate::support::Place;
+use crate::support::{Place, Timeline};
 
 /// A process that is killed at the end.
 struct Killed(Child);
@@ -41,12 +41,18 @@ fn start_etcd(place: &Place) -> (Killed, String) {
 }
 
 fn start_supervisor(place: &Place, url: &str) -> Killed {
-    let args = ["--store", url, "--insecure", "supervise", "--lost-after", "1", "--json"];
-    let mut child = place.command(&args).stdout(Stdio::piped()).spawn().unwrap();
+    let args = ["--store", url, "--insecure", "supervise", "--lost-after", "1"];
+    start_supervisor_with(place, &args)
+}
+
+/// Starts a supervisor. The second argument names the repository.
+fn start_supervisor_with(place: &Place, args: &[&str]) -> Killed {
+    let mut command = place.command(&[args, &["--json"]].concat());
+    let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
     let mut line = String::new();
     BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
     let started: Value = serde_json::from_str(&line).unwrap();
-    assert_eq!(started["supervises"], url);
+    assert_eq!(started["supervises"], args[1]);
     Killed(child)
 }
 
@@ -103,6 +109,43 @@ fn with_an_etcd_a_supervisor_declares_peers_lost_and_repairs_and_no_peer_does() 
     place.ok(&["--store", &url, "--insecure", "export", "vm", "out.raw"]);
     assert!(std::fs::read(place.path("out.raw")).unwrap() == disk);
     drop(second);
+}
+
+/// A supervisor of a repository in a directory prunes and collects. Two of them do not disturb each
+/// other, and a kill of one does no harm.
+#[test]
+fn supervisors_of_a_directory_prune_and_collect() {
+    let place = Place::new();
+    let url = format!("dir:{}", place.path("repository").display());
+    std::fs::write(place.path("disk.raw"), random(1, 4 << 20)).unwrap();
+    place.ok(&["import", "disk.raw", "gone"]);
+    std::fs::write(place.path("disk.raw"), random(2, 1 << 20)).unwrap();
+    place.ok(&["import", "disk.raw", "kept"]);
+    let taken = Timeline::attach(&place, "kept");
+    taken.take_all(&[1, 2, 3]);
+    taken.detach();
+    place.ok(&["rm", "gone"]);
+    place.ok(&["policy", "set", "kept", "--keep-last", "2"]);
+    let often = ["--prune-interval", "1s", "--gc-interval", "1s", "--gc-grace", "off"];
+    let start = || start_supervisor_with(&place, &[&["--store", &url, "supervise"], &often[..]].concat());
+    let [first, second] = [start(), start()];
+    let collections = || {
+        let report = place.json(&["gc", "--dry-run", "--grace", "0"]);
+        (report["last_complete"]["collection"].as_u64(), report["freed_bytes"] == 0)
+    };
+    wait_until("the policy is carried out, and all garbage is deleted", || {
+        let left = place.json(&["ls", "kept"]).as_array().unwrap().len();
+        left == 2 && matches!(collections(), (Some(_), true))
+    });
+    // Whichever acts.
+    drop(first);
+    let (before, _) = collections();
+    wait_until("the other one collects", || collections().0 > before);
+    drop(second);
+    place.ok(&["export", "kept", "out.raw"]);
+    place.ok(&["verify"]);
+    let text = place.ok(&["gc", "--dry-run"]);
+    assert!(text.starts_with("last complete collection: "), "{text}");
 }
 
 #[test]

@@ -129,7 +129,7 @@ async fn run_documented_commands(address: &str, root: ConnectOptions, id: &PeerI
         }
         count += 1;
     }
-    assert_eq!(count, 29, "commands in the documentation");
+    assert_eq!(count, 30, "commands in the documentation");
 }
 
 #[test]
@@ -205,8 +205,9 @@ fn with_the_users_of_the_documentation_a_peer_changes_only_its_own_documents() {
         ("labels/vm1/x", false, true),
         ("collection", false, true),
         ("collections", false, true),
+        ("commits/x", false, true),
         ("policies/vm1", false, false),
-        ("commits/x", false, false),
+        ("readers/x", false, false),
         ("leases/vm1", false, false),
     ] {
         assert_eq!(may_change(&peer, key), by_peer, "{key}");

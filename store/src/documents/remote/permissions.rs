@@ -3,7 +3,7 @@
 //! | caller | reads | changes |
 //! |---|---|---|
 //! | client, or anybody on plain TCP | everything | everything |
-//! | supervisor | everything | `members`, `suspects`, `leader`, `health`, `images`, `snapshots`, `labels`, `available`, `drafts`, `collection`, `collections` |
+//! | supervisor | everything | `members`, `suspects`, `leader`, `health`, `images`, `snapshots`, `labels`, `available`, `drafts`, `collection`, `collections`, `commits` |
 //! | peer *X* | `members/X`, `alive/X` | `members/X`, `alive/X` |
 //!
 //! A peer is not trusted. What it writes about itself may be wrong, so readers of its documents
@@ -20,8 +20,8 @@ pub(super) const CALLERS: [Role; 3] = [Role::Client, Role::Supervisor, Role::Pee
 
 /// The folders that a supervisor may change: it declares peers lost, repair makes snapshots stable
 /// and gives up creations that were interrupted, and a prune removes snapshots. A collection raises
-/// its number. Policies, mirrors and leases are not in them.
-const SUPERVISOR_FOLDERS: [&str; 11] = [
+/// its number, and ends the commits of dead processes. Policies, mirrors and leases are not in them.
+const SUPERVISOR_FOLDERS: [&str; 12] = [
     "members",
     "suspects",
     "leader",
@@ -33,6 +33,7 @@ const SUPERVISOR_FOLDERS: [&str; 11] = [
     "drafts",
     "collection",
     "collections",
+    "commits",
 ];
 
 /// The longest document that a peer may write, in bytes. All clients read it.
@@ -180,6 +181,7 @@ mod tests {
             change().remove(Query::prefix("suspects/")).put("snapshots/vm1/1", &1),
             change().put("images/vm1", &1).remove(Query::key("labels/vm1/x")),
             change().put("collection", &1).put("collections", &1),
+            change().remove(Query::key("commits/x")),
         ] {
             commit(good).unwrap();
         }
@@ -187,7 +189,6 @@ mod tests {
             change().put("policies/vm1", &1),
             change().put("health/x", &1).put("healthy/x", &1),
             change().put("leases/vm1", &1),
-            change().put("commits/x", &1),
             change().remove(Query::key("readers/x")),
             change().remove(Query::key("mirrors/x")),
             change().remove(Query::prefix("members")),
