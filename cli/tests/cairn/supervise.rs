@@ -127,7 +127,8 @@ fn supervisors_of_a_directory_prune_and_collect() {
     place.ok(&["rm", "gone"]);
     place.ok(&["policy", "set", "kept", "--keep-last", "2"]);
     let often = ["--prune-interval", "1s", "--gc-interval", "1s", "--gc-grace", "off"];
-    let start = || start_supervisor_with(&place, &[&["--store", &url, "supervise"], &often[..]].concat());
+    let start =
+        || start_supervisor_with(&place, &[&["--store", &url, "supervise"], &often[..]].concat());
     let [first, second] = [start(), start()];
     let collections = || {
         let report = place.json(&["gc", "--dry-run", "--grace", "0"]);

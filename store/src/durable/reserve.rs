@@ -3,8 +3,8 @@
 //! SQLite cannot even open a database without space for its log and its shared memory. So nothing could
 //! be listed, removed or collected on a full disk. Two rules keep some space for that:
 //!
-//! - A file without content holds space. It is made while there is plenty, and removed by the process that finds less
-//!   than a quarter of its size free.
+//! - A file without content holds space. A process that stores blobs makes it while there is plenty. A
+//!   process that opens the repository removes it if it finds less than a quarter of its size free.
 //! - Nobody stores blobs while less space is free than the file should hold. So no commit takes what the
 //!   file has given up, or what a collection needs.
 
@@ -40,36 +40,50 @@ impl Reserve {
         Ok(Reserve { path: directory.join(FILE_NAME), wanted: (size / PART).min(LARGEST) })
     }
 
-    /// Makes the file if there is plenty of space, and gives it up if there is almost none. Failures
-    /// are only logged: a directory that may not be written can still be read.
-    pub(crate) fn adjust(&self) {
-        if let Err(error) = self.try_adjust() {
-            tracing::debug!(path = %self.path.display(), %error, "cannot keep space in reserve");
+    /// Gives the space up if there is almost none. A failure is only logged: a directory that may not
+    /// be written can still be read.
+    pub(crate) fn release(&self) {
+        self.log(self.held().and_then(|held| match held > 0 && self.free()? < self.wanted / 4 {
+            true => {
+                tracing::warn!(
+                    path = %self.path.display(),
+                    bytes = held,
+                    "the file system is full: using the space in reserve"
+                );
+                fs::remove_file(&self.path)
+                    .map_err(|error| Error::io("removing", &self.path, error))
+            }
+            false => Ok(()),
+        }));
+    }
+
+    /// Makes the file if there is plenty of space. A failure is only logged: nothing depends on it now.
+    pub(crate) fn keep(&self) {
+        let make = || {
+            let file = File::options().write(true).create(true).truncate(false).open(&self.path)?;
+            sys::allocate_beyond_end(&file, self.wanted)
+        };
+        self.log(self.held().and_then(|held| {
+            match held < self.wanted && self.free()? > 4 * self.wanted {
+                true => make().map_err(|error| Error::io("making", &self.path, error)),
+                false => Ok(()),
+            }
+        }));
+    }
+
+    /// The space that the file holds, in bytes.
+    fn held(&self) -> Result<u64> {
+        match fs::metadata(&self.path) {
+            Ok(metadata) => Ok(metadata.blocks() * 512),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(0),
+            Err(error) => Err(Error::io("examining", &self.path, error)),
         }
     }
 
-    fn try_adjust(&self) -> Result<()> {
-        let held = match fs::metadata(&self.path) {
-            Ok(metadata) => metadata.blocks() * 512,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => 0,
-            Err(error) => return Err(Error::io("examining", &self.path, error)),
-        };
-        let free = self.free()?;
-        if free < self.wanted / 4 && held > 0 {
-            tracing::warn!(
-                path = %self.path.display(),
-                bytes = held,
-                "the file system is full: using the space in reserve"
-            );
-            return fs::remove_file(&self.path)
-                .map_err(|error| Error::io("giving up", &self.path, error));
+    fn log(&self, done: Result<()>) {
+        if let Err(error) = done {
+            tracing::debug!(path = %self.path.display(), %error, "cannot keep space in reserve");
         }
-        if held < self.wanted && free > 4 * self.wanted {
-            let file = File::options().write(true).create(true).truncate(false).open(&self.path);
-            let made = file.and_then(|file| sys::allocate_beyond_end(&file, self.wanted));
-            return made.map_err(|error| Error::io("making", &self.path, error));
-        }
-        Ok(())
     }
 
     /// Fails if blobs of so many bytes must not be stored, because too little space would be left.

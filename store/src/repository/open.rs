@@ -45,7 +45,7 @@ impl Repository {
         let path = layout::directory_of(url)?;
         layout::check(&path)?;
         // Before the databases are opened: without space they cannot be.
-        Reserve::of(&path)?.adjust();
+        Reserve::of(&path)?.release();
         let directory = Arc::new(DirectoryBlobs::open(&path)?);
         let blobs = wrap(Arc::clone(&directory) as Arc<dyn Blobs>);
         let documents = Arc::new(SqliteDocuments::open(&layout::catalog(&path))?);

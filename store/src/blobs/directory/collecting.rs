@@ -80,7 +80,7 @@ impl DirectoryBlobs {
         }
         self.remove_empty_segments()?;
         // A full file system may have taken it.
-        self.reserve.adjust();
+        self.reserve.keep();
         Ok(left)
     }
 

@@ -36,7 +36,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, Once};
 
 pub(crate) use self::collecting::ListedBlob;
 use self::group::{Entry, Group, MAX_BLOBS, encode, place, record_len};
@@ -65,6 +65,7 @@ const OPEN_FILES: usize = 64;
 pub(crate) struct DirectoryBlobs {
     directory: PathBuf,
     reserve: Reserve,
+    keep_reserve: Once,
     index: Index,
     state: Mutex<WriterState>,
     sync: SegmentSync,
@@ -130,7 +131,18 @@ impl DirectoryBlobs {
         let (state, current, flushing, files, stamp) = Default::default();
         let sync = SegmentSync::new(directory.clone());
         let reserve = Reserve::of(repository)?;
-        Ok(Self { directory, reserve, index, state, sync, current, flushing, files, stamp })
+        Ok(Self {
+            directory,
+            reserve,
+            keep_reserve: Once::new(),
+            index,
+            state,
+            sync,
+            current,
+            flushing,
+            files,
+            stamp,
+        })
     }
 
     fn stamp(&self) -> CollectionNumber {
@@ -330,6 +342,7 @@ impl Blobs for DirectoryBlobs {
             self.flush()?;
         }
         for missing in self.missing(blobs)?.chunks(MAX_BLOBS) {
+            self.keep_reserve.call_once(|| self.reserve.keep());
             self.reserve.check(missing.iter().map(|blob| blob.content.len() as u64).sum())?;
             let segment = self.current()?;
             let (group, slots) = append(&segment, missing)?;
