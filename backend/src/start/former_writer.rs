@@ -58,6 +58,8 @@ mod tests {
             parent: 1,
             root: Root::default(),
             attached,
+            seen: attached,
+            is_ephemeral: false,
             writer: None,
         }
     }

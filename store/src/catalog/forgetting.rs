@@ -61,42 +61,28 @@ pub(crate) struct Forgotten {
 impl Catalog {
     /// Removes a mirror, and its lease. Fails if the lease is live.
     pub(crate) fn forget_mirror(&self, id: &MirrorId) -> Result<Forgotten> {
-        self.forget_mirror_if(id, &|mirror, lease_conflict| match mirror.writer {
-            Some(_) => Err(lease_conflict()),
-            None => Ok(true),
-        })
-        .map(|forgotten| forgotten.expect("it is forgotten or an error"))
+        let forgotten = self.forget_mirror_if(id, None)?;
+        Ok(forgotten.expect("without a rule, a mirror that stays is an error"))
     }
 
-    /// Removes a mirror, and its lease, if the mirror is unused. Otherwise returns what it is. A mirror
-    /// that does not exist is unused.
+    /// Removes a mirror, and its lease, if the mirror is unused. Otherwise returns its use. Returns
+    /// `None` if there is no such mirror.
     pub(crate) fn forget_unused_mirror(
         &self,
         id: &MirrorId,
         rule: &UnusedRule,
-    ) -> Result<std::result::Result<Option<Forgotten>, MirrorUse>> {
-        let found = std::cell::RefCell::new(None);
-        let forgotten = self.forget_mirror_if(id, &|mirror, _| {
-            let judged = rule.judge(mirror);
-            let is_unused = matches!(judged, MirrorUse::Unused(_));
-            *found.borrow_mut() = Some(judged);
-            Ok(is_unused)
-        });
-        match forgotten {
-            Ok(None) => Ok(Err(found.into_inner().expect("it was judged"))),
-            Ok(forgotten) => Ok(Ok(forgotten)),
-            Err(Error::NoMirror { .. }) => Ok(Ok(None)),
-            Err(error) => Err(error),
+    ) -> Result<Option<std::result::Result<Forgotten, MirrorUse>>> {
+        match self.forget_mirror_if(id, Some(rule)) {
+            Err(Error::NoMirror { .. }) => Ok(None),
+            forgotten => forgotten.map(Some),
         }
     }
 
-    /// Removes a mirror, and its lease, if `may_forget` says so. It gets the mirror, and the error for
-    /// one whose lease is live.
     fn forget_mirror_if(
         &self,
         id: &MirrorId,
-        may_forget: &dyn Fn(&MirrorRecord, &dyn Fn() -> Error) -> Result<bool>,
-    ) -> Result<Option<Forgotten>> {
+        rule: Option<&UnusedRule>,
+    ) -> Result<std::result::Result<Forgotten, MirrorUse>> {
         let observer = Process::current()?;
         let unknown = || Error::NoMirror { id: id.to_string() };
         let key = mirror_key(id);
@@ -107,20 +93,21 @@ impl Catalog {
         self.change(&queries, |view| {
             let mirror = view.get::<MirrorDocument>(&key)?.ok_or_else(unknown)?;
             let lease = live_lease(view, &image_id, &observer)?;
-            let record = mirror.record(*id, lease.clone(), &observer);
-            let conflict = || match &lease {
-                Some(lease) => lease.conflict(&name),
-                None => unknown(),
-            };
-            if !may_forget(&record, &conflict)? {
-                return Ok((Change::default(), None));
+            let own = lease.as_ref().filter(|lease| lease.mirror == *id);
+            match (rule, own) {
+                (None, Some(lease)) => return Err(lease.conflict(&name)),
+                (None, None) => {}
+                (Some(rule), _) => match rule.judge(&mirror.record(*id, lease, &observer)) {
+                    MirrorUse::Unused(_) => {}
+                    used => return Ok((Change::default(), Err(used))),
+                },
             }
             let change = Change::default().remove(Query::key(&key));
             let document = view.get::<ImageDocument>(&image_key(&name))?;
             let document = document.filter(|image| image.id == image_id);
             let policy = document.as_ref().map(ImageDocument::policy);
             let change = without_writer(change, &Holding { id, name: &name, document });
-            Ok((change, Some(Forgotten { policy })))
+            Ok((change, Ok(Forgotten { policy })))
         })
     }
 }

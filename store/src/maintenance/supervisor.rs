@@ -249,9 +249,8 @@ impl Shared {
                 is_waiting = false;
                 continue;
             }
-            match is_waiting || self.is_collection_due(interval) {
-                true => is_waiting = !self.collect_once(),
-                false => {}
+            if is_waiting || self.is_collection_due(interval) {
+                is_waiting = !self.collect_once();
             }
         }
     }

@@ -331,12 +331,12 @@ impl Repository {
         rule: &UnusedRule,
     ) -> Result<Option<MirrorUse>> {
         match self.inner.catalog.forget_unused_mirror(id, rule)? {
-            Ok(forgotten) => {
-                let policy = forgotten.and_then(|one| one.policy).unwrap_or(self.policy);
-                self.with_policy(policy).put_mirror_removal(id);
+            Some(Ok(forgotten)) => {
+                self.with_policy(forgotten.policy.unwrap_or(self.policy)).put_mirror_removal(id);
                 Ok(None)
             }
-            Err(used) => Ok(Some(used)),
+            Some(Err(used)) => Ok(Some(used)),
+            None => Ok(None),
         }
     }
 
