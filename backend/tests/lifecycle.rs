@@ -372,7 +372,7 @@ fn an_ephemeral_reader_is_forgotten_when_it_stops() {
     let disk = random_disk(9, 1 << 20);
     repository::import(&site.store(), IMAGE, CHUNK, &disk);
     let backend = Backend::start(&Options::new(&site).with(&["--ephemeral", "--read-only"]));
-    let mut device = backend.device(Shape::default());
+    let mut device = backend.device(Shape { read_only: true, ..Shape::default() });
     assert!(device.read_all() == disk);
     assert!(has_mirror(&site));
     drop(device);

@@ -127,7 +127,17 @@ impl Catalog {
                         next_number: image.next_number.max(reserved_end),
                         ..image
                     };
-                    let mirror = holder.mirror_after_rebuild(view, parent)?;
+                    let known = view.get::<MirrorDocument>(&mirror_key)?;
+                    let is_known = |known: &MirrorDocument| {
+                        (known.parent, Root(known.root)) == parent
+                    };
+                    // A rebuilt catalog has every mirror whose reference had not ended.
+                    let mirror = match known.is_some_and(|known| is_known(&known)) {
+                        false if holder.is_ephemeral() => {
+                            holder.mirror_again(view, &image, parent)?
+                        }
+                        _ => holder.mirror_after_rebuild(view, parent)?,
+                    };
                     tracing::info!(image = %holder.image_name, "attached again to a rebuilt catalog");
                     let change = change.put(holder.image_key(), &image);
                     Ok((put_mirror(change, &holder.owner.id, &mirror), size))
