@@ -83,8 +83,8 @@ pub(crate) struct DirectoryBlobs {
 struct WriterState {
     /// Blobs that are written and not in the index, with the least stamp that they will have.
     staged: HashMap<BlobId, (Slot, CollectionNumber)>,
-    /// Slots that were written and are not used.
-    unused: Vec<Slot>,
+    /// Blobs that were written and are not used, because another thread has staged them first.
+    unused: Vec<Entry>,
     /// The staged blobs that no thread is flushing.
     waiting: Vec<Entry>,
     waiting_bytes: u64,
@@ -255,8 +255,9 @@ impl DirectoryBlobs {
     }
 
     /// Makes blobs durable, then visible to other handles.
-    fn commit(&self, entries: &[Entry], unused: &[Slot]) -> Result<()> {
-        let ends = self.sync.sync(entries.iter().map(|one| (&one.segment, one.slot.end())))?;
+    fn commit(&self, entries: &[Entry], unused: &[Entry]) -> Result<()> {
+        let written = entries.iter().chain(unused);
+        let ends = self.sync.sync(written.map(|one| (&one.segment, one.slot.end())))?;
         self.index.insert(entries, unused, ends.into_iter(), self.stamp())
     }
 
@@ -350,13 +351,14 @@ impl Blobs for DirectoryBlobs {
             self.sync.check()?;
             let stamp = self.stamp();
             for (id, slot) in missing.iter().map(NewBlob::id).zip(slots) {
+                let entry = Entry { id, slot, group, segment: Arc::clone(&segment) };
                 if state.staged.contains_key(&id) {
                     // Another thread staged the blob first.
-                    state.unused.push(slot);
+                    state.unused.push(entry);
                     continue;
                 }
                 state.staged.insert(id, (slot, stamp));
-                state.waiting.push(Entry { id, slot, group, segment: Arc::clone(&segment) });
+                state.waiting.push(entry);
                 state.waiting_bytes += u64::from(slot.len);
                 added += u64::from(slot.len);
             }
@@ -378,7 +380,7 @@ impl Blobs for DirectoryBlobs {
             state.waiting_bytes = 0;
             (std::mem::take(&mut state.waiting), std::mem::take(&mut state.unused))
         };
-        if entries.is_empty() {
+        if entries.is_empty() && unused.is_empty() {
             return Ok(());
         }
         let result = self.commit(&entries, &unused);
