@@ -346,3 +346,18 @@ fn a_slot_that_is_not_used_is_not_freed_under_the_blob_of_a_later_process() {
         }
     }
 }
+
+/// The catalog was restored from a copy, and a collection of the catalog before that was stopped
+/// between its decision and its deletions.
+#[test]
+fn a_blob_that_is_found_with_an_older_stamp_gets_the_highest_number_that_the_directory_has_seen() {
+    let site = Site::new();
+    put(&site.open_at(12), &[1]);
+    let late = site.open();
+    assert!(late.begin_collection(CollectionNumber(50)).unwrap());
+    let restored = site.open_at(10);
+    assert_eq!(put(&restored, &[1]), 0, "it is found");
+    let removed = late.remove(&[id(1)], CollectionNumber(50), CollectionNumber(50)).unwrap();
+    assert_eq!(removed.blobs, 0);
+    assert!(has(&site.open(), 1));
+}

@@ -241,6 +241,9 @@ impl DirectoryBlobs {
 
     /// Returns what the index has of each blob, after its stamp was raised.
     fn stored(&self, ids: Vec<BlobId>, stamp: CollectionNumber) -> Result<Vec<Option<Stored>>> {
+        // The catalog of this handle may have been restored from an older copy, while a collection of
+        // the catalog before still deletes.
+        let stamp = stamp.max(self.index.highest_collection()?);
         let mut stored = self.index.find_all(&ids)?;
         let is_below = |one: &Option<Stored>| one.is_some_and(|one| one.stamp < stamp);
         let below: Vec<usize> = (0..ids.len()).filter(|at| is_below(&stored[*at])).collect();
