@@ -127,6 +127,13 @@ impl Record {
         self.snapshot.as_ref().map_or(0, |snapshot| snapshot.size).max(self.image.size)
     }
 
+    /// A number above all that the image is known to have used.
+    fn next_number(&self) -> u64 {
+        let removed = self.summary.as_ref().and_then(|summary| summary.removed.iter().last());
+        let above_removed = removed.map_or(0, |range| range.end);
+        self.image.next_number.max(self.number + 1).max(above_removed)
+    }
+
     /// The storage policy of the image.
     pub(crate) fn policy(&self) -> StoragePolicy {
         self.image.policy()
@@ -499,7 +506,7 @@ impl RecordedImage {
         let last = last.expect("an image has a record").clone();
         let fence = records.iter().map(|one| one.image.fence).max().unwrap_or(0);
         let restored = records.iter().map(|one| one.image.restored).max().unwrap_or(0);
-        let next = records.iter().map(|one| one.image.next_number.max(one.number + 1)).max();
+        let next = records.iter().map(Record::next_number).max();
         let size = records.iter().map(Record::size).max().unwrap_or(0);
         let mut removed = RemovalSummary::default();
         records.iter().filter_map(|one| one.summary.as_ref()).for_each(|one| removed.add_all(one));

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use tempfile::TempDir;
 
 use super::{
-    BlobId, Catalog, Change, ImageDocument, MirrorReference, Record, Records, SnapshotState,
-    StoragePolicy, image_key, snapshot_key,
+    BlobId, Catalog, Change, ImageDocument, MirrorReference, Record, Records, RemovalSummary,
+    SnapshotState, StoragePolicy, image_key, snapshot_key,
 };
 use crate::catalog::{Draft, FirstSnapshot};
 use crate::cluster::membership::ClusterEpoch;
@@ -105,6 +105,23 @@ fn a_rebuild_restores_no_removed_snapshot_and_reuses_no_number_whatever_the_cloc
     ];
     assert_eq!(bench.rebuild(&records), (1, 2, vec![]));
     assert_eq!(bench.numbers(), [1, 3]);
+    let owner = MirrorOwner::this_process(MirrorId::from_bytes([7; 16]), "/m").unwrap();
+    let first = &bench.catalog.snapshots(&bench.name).unwrap()[0];
+    let (holder, ..) = bench.catalog.attach(&owner, first, Mode::ReadWrite, None).unwrap();
+    assert_eq!(bench.catalog.reserve(&holder, 1).unwrap().0.start, 70);
+}
+
+/// A catalog that was restored from an older copy has made the summary, and the records that it
+/// replaces are gone.
+#[test]
+fn a_rebuild_reuses_no_number_of_a_summary() {
+    let bench = Bench::new();
+    let first = bench.record(1, 100, false);
+    let mut summary = bench.record(0, 200, true);
+    assert_eq!(summary.1.image.next_number, 2);
+    let removed = serde_json::from_str("[[2,70]]").unwrap();
+    summary.1.summary = Some(RemovalSummary { removed, ..RemovalSummary::default() });
+    assert_eq!(bench.rebuild(&[first, summary]), (1, 1, vec![]));
     let owner = MirrorOwner::this_process(MirrorId::from_bytes([7; 16]), "/m").unwrap();
     let first = &bench.catalog.snapshots(&bench.name).unwrap()[0];
     let (holder, ..) = bench.catalog.attach(&owner, first, Mode::ReadWrite, None).unwrap();
