@@ -85,8 +85,7 @@ impl Commit {
 
     /// A commit of an image, whose blobs are all stored later, through this process.
     pub(super) fn of_image(repository: &Repository) -> Result<Commit> {
-        let begin = |catalog: &Catalog, id: &LeaseId| catalog.begin_commit(id, COMMIT_OF_IMAGE);
-        let (lease, basis) = repository.leases().hold(commit_key, begin)?;
+        let (lease, basis) = repository.leases().hold(commit_key, begin_commit_of_image)?;
         repository.enter(basis)?;
         let (basis, counters) = (Mutex::new(Some(basis)), repository.counters());
         Ok(Commit { repository: repository.clone(), lease: Some(lease), basis, counters })
@@ -122,7 +121,7 @@ impl Commit {
             .lease
             .as_ref()
             .ok_or_else(|| Error::BadArgument("the commit is that of a snapshot".into()))?;
-        let begin = || repository.catalog().begin_commit(lease.id(), COMMIT_OF_IMAGE);
+        let begin = || lease.create_again(begin_commit_of_image);
         let verify = || self.verify_tree(root, geometry);
         let published = self.with_basis(begin, verify, |basis| {
             repository.flush()?;
@@ -213,6 +212,10 @@ impl Commit {
         }
         none_lost(chunks.end()?)
     }
+}
+
+fn begin_commit_of_image(catalog: &Catalog, id: &LeaseId) -> Result<CommitBasis> {
+    catalog.begin_commit(id, COMMIT_OF_IMAGE)
 }
 
 fn none_lost(lost: usize) -> Result<()> {
@@ -449,3 +452,6 @@ impl<'a> SnapshotCommit<'a> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -27,7 +27,7 @@ struct Shared {
 
 #[derive(Default)]
 struct State {
-    /// The keys of the documents, and whether each of them has never expired.
+    /// The keys of the documents, and whether each of them has not expired since it was created.
     held: HashMap<String, bool>,
     is_running: bool,
 }
@@ -67,6 +67,12 @@ impl Leases {
         drop(state);
         Ok((lease, created))
     }
+
+    /// Renews all documents at once.
+    #[cfg(test)]
+    pub(super) fn renew_all(&self) {
+        self.0.renew_all();
+    }
 }
 
 impl Shared {
@@ -85,22 +91,29 @@ impl Shared {
                 state.is_running = false;
                 return;
             }
-            let held = state.held.iter().filter(|(_, is_held)| **is_held);
-            let keys: Vec<_> = held.map(|(key, _)| key.clone()).collect();
             drop(state);
-            for key in keys {
-                match self.catalog.renew_leased(&key) {
-                    Ok(true) => {}
-                    Ok(false) => {
-                        if let Some(is_held) = self.state().held.get_mut(&key) {
-                            *is_held = false;
-                        }
-                    }
-                    // The next renewal is early enough.
-                    Err(error) => tracing::debug!(%key, %error, "failed to renew a lease"),
-                }
-            }
+            self.renew_all();
             state = self.state();
+        }
+    }
+
+    fn renew_all(&self) {
+        let held: Vec<String> = {
+            let state = self.state();
+            let held = state.held.iter().filter(|(_, is_held)| **is_held);
+            held.map(|(key, _)| key.clone()).collect()
+        };
+        for key in held {
+            match self.catalog.renew_leased(&key) {
+                Ok(true) => {}
+                Ok(false) => {
+                    if let Some(is_held) = self.state().held.get_mut(&key) {
+                        *is_held = false;
+                    }
+                }
+                // The next renewal is early enough.
+                Err(error) => tracing::debug!(%key, %error, "failed to renew a lease"),
+            }
         }
     }
 }
@@ -113,6 +126,16 @@ impl Lease {
     /// Whether the document has not expired, as far as this process knows.
     pub(crate) fn is_held(&self) -> bool {
         self.shared.state().held.get(&self.key).copied().unwrap_or(false)
+    }
+
+    /// Creates the document again, which has expired. It is renewed from then on.
+    pub(crate) fn create_again<T>(
+        &self,
+        create: impl FnOnce(&Catalog, &LeaseId) -> Result<T>,
+    ) -> Result<T> {
+        let created = create(&self.shared.catalog, &self.id)?;
+        self.shared.state().held.insert(self.key.clone(), true);
+        Ok(created)
     }
 
     /// Notes that the document was removed, together with another change.
