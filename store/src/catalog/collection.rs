@@ -338,10 +338,9 @@ impl Catalog {
             } else if key.starts_with(READERS) {
                 let one: ReaderDocument = document.decode(key)?;
                 if !one.holder.process.is_dead(&observer) {
-                    let geometry = Geometry::new(one.size, one.chunk_size)?;
-                    let image = all.images.len() as u32;
+                    let (geometry, root) = one.content()?;
+                    let (image, number) = (all.images.len() as u32, one.number);
                     all.images.push(one.image);
-                    let (root, number) = (Root(one.root), one.number);
                     all.roots.push(MarkedRoot { geometry, root, image, number });
                     all.hold_since(&one.holder, "reader", None);
                 }

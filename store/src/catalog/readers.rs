@@ -10,6 +10,7 @@ use super::collection::{HolderDocument, LEASED_SECONDS};
 use super::documents::{SnapshotDocument, optional_text, snapshot_key, text};
 use crate::documents::{Change, Query, View};
 use crate::error::{Error, Result};
+use crate::geometry::Geometry;
 use crate::id::{ImageId, LeaseId, NodeId};
 use crate::name::ImageName;
 use crate::process::Process;
@@ -35,6 +36,10 @@ pub(super) struct ReaderDocument {
 }
 
 impl ReaderDocument {
+    pub(super) fn content(&self) -> Result<(Geometry, Root)> {
+        Ok((Geometry::new(self.size, self.chunk_size)?, Root(self.root)))
+    }
+
     /// What the reader does, for people.
     fn describe(&self) -> String {
         let HolderDocument { what, host, process, .. } = &self.holder;
@@ -65,6 +70,20 @@ impl Catalog {
     /// The snapshots that are being read.
     pub(crate) fn read_snapshots(&self) -> Result<Vec<ReadSnapshot>> {
         read_snapshots(&self.read(&[Query::prefix(READERS)])?, &Process::current()?)
+    }
+
+    /// The content that is being read. A caller that also needs the content of snapshots reads that
+    /// first: a reader begins while its snapshot is there.
+    pub(crate) fn content_of_readers(&self) -> Result<Vec<(Geometry, Root)>> {
+        let (observer, mut all) = (Process::current()?, Vec::new());
+        self.documents.scan(&[READERS], &mut |key, document| {
+            let one: ReaderDocument = document.decode(key)?;
+            if !one.holder.process.is_dead(&observer) {
+                all.push(one.content()?);
+            }
+            Ok(())
+        })?;
+        Ok(all)
     }
 
     /// Begins to read a snapshot: its content stays, even if the snapshot is removed, as long as

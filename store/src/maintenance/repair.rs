@@ -42,6 +42,7 @@ use crate::error::{Error, Result};
 use crate::id::BlobId;
 use crate::net::identity::Security;
 use crate::repository::Repository;
+use crate::tree::Referred;
 
 /// The age in seconds at which an unreferenced fragment on a drained peer counts as garbage. A
 /// fragment that nothing refers to may belong to a snapshot that is being stored, and storing a large
@@ -249,9 +250,9 @@ impl<'a> RepairJob<'a> {
     /// Deletes unreferenced content from drained peers, which would never become empty otherwise.
     /// Records are never garbage: repair moves them to other peers.
     ///
-    /// The references are read again: a snapshot that was published while the repair was at work is not
-    /// garbage, however old its blobs are. Nothing is deleted if a tree node cannot be read, or if the
-    /// peers have records of snapshots that the catalog does not have.
+    /// The references are read again, also those of readers: a snapshot that was published while the
+    /// repair was at work is not garbage, however old its blobs are. Nothing is deleted if a tree node
+    /// cannot be read, or if the peers have records of snapshots that the catalog does not have.
     fn sweep_drained(&self) -> Result<()> {
         let is_drained = |peer: &&Peer| peer.health == Health::Draining;
         let drained: Vec<_> = self.peers.iter().filter(is_drained).collect();
@@ -276,7 +277,17 @@ impl<'a> RepairJob<'a> {
             }
         }
         let mut referenced = names();
-        let unread = all_references(self.repository, |one| referenced.push(*one.blob.as_bytes()))?;
+        let mut report = |blob: BlobId| referenced.push(*blob.as_bytes());
+        let mut unread = all_references(self.repository, |one| report(one.blob))?;
+        // The snapshots that they read may have been removed.
+        for (geometry, root) in catalog.content_of_readers()? {
+            let trees = self.repository.trees();
+            unread +=
+                trees.references(&root, geometry, &mut HashSet::new(), &mut |one| match one {
+                    Referred::Node(id) => report(id.into()),
+                    Referred::Chunk(id) => report(id.into()),
+                });
+        }
         if unread > 0 {
             tracing::warn!(
                 unread,

@@ -331,6 +331,36 @@ fn a_snapshot_that_is_published_during_a_repair_loses_nothing_to_the_sweep() {
     }
 }
 
+#[test]
+fn a_sweep_keeps_the_content_that_is_being_read_although_its_image_was_removed() {
+    let site = Site::new(3);
+    let dir = TempDir::new().unwrap();
+    let documents = documents(&dir, "catalog.db");
+    let _beating = Heartbeats::of(&site, &documents);
+    let repository = Repository::of_cluster(documents.clone(), &Security::INSECURE).unwrap();
+    let repository = repository.with_policy(Redundancy::NONE.into());
+    let geometry = Geometry::new(20 * CHUNK as u64, CHUNK as u32).unwrap();
+    let chunks: Vec<_> = (0..20).map(|number| content(number, CHUNK).1).collect();
+    let chunks: Vec<_> = chunks.iter().map(|one| NewBlob::new(one)).collect();
+    repository.put_chunks(&chunks).unwrap();
+    let changes = chunks.iter().enumerate();
+    let changes = changes.map(|(at, one)| (ChunkIndex(at as u64), Some(one.chunk_id())));
+    let changes: BTreeMap<_, _> = changes.collect();
+    let root = repository.commit_tree(&Root::default(), geometry, &changes).unwrap().root;
+    let name: ImageName = "vm".parse().unwrap();
+    let snapshot = repository.publish_image(&name, geometry, &root, 0, 0).unwrap();
+    let reading = repository.begin_reading(&snapshot, "exports").unwrap();
+    repository.remove_image(&name, false).unwrap();
+    site.peers.iter().for_each(|peer| peer.age(25 * 3600));
+    (0..3).for_each(|at| drain(&*documents, &site.peers[at].id, true).unwrap());
+    repair_all(&repository, None, &|_| ()).unwrap();
+    let held = |chunk: &&NewBlob<'_>| (0..3).any(|at| has(&site.peers[at].address, chunk.id()));
+    assert_eq!(chunks.iter().filter(held).count(), 20);
+    drop(reading);
+    repair_all(&repository, None, &|_| ()).unwrap();
+    assert_eq!(chunks.iter().filter(held).count(), 0, "it is garbage");
+}
+
 /// The catalog is lost, and peers are drained before it is rebuilt.
 #[test]
 fn nothing_counts_as_garbage_while_the_catalog_is_not_rebuilt() {
