@@ -85,7 +85,11 @@ impl Image {
         limit: usize,
     ) -> cairn_store::Result<Vec<String>> {
         let numbers: Vec<u64> = match which {
-            ObsoleteSnapshots::One(number) => vec![number],
+            // Each mark leaves a record on the peers, so a guest must not repeat it without an end.
+            ObsoleteSnapshots::One(number) => match self.find(Selector::Number(number))? {
+                Some(marked) if marked.is_obsolete => Vec::new(),
+                _ => vec![number],
+            },
             ObsoleteSnapshots::AllBut(kept) => {
                 let (last, _) = self.last_snapshots(limit)?;
                 let own = last.into_iter().rev();

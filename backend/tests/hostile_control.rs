@@ -188,6 +188,7 @@ fn a_guest_gives_up_only_what_it_has_taken_itself_and_only_if_the_host_allows_it
         assert_eq!(give_up(&mut guest, wrong), Err(RefusalKind::Invalid), "{wrong:?}");
     }
     assert_eq!(give_up(&mut guest, one(own[0])), Ok(vec![name(own[0])]));
+    assert_eq!(give_up(&mut guest, one(own[0])), Ok(vec![]), "nothing is recorded again");
     assert_eq!(give_up(&mut guest, last(1)), Ok(vec![name(own[1])]), "one was marked before");
     assert_eq!(give_up(&mut guest, last(1)), Ok(vec![]));
     let store = target.site.store();
