@@ -354,6 +354,7 @@ impl<'a> SnapshotCommit<'a> {
                 let dirty_bytes = self.attachment.chunk_bytes(changes.count());
                 let published =
                     self.published(state, parent, &update.root, stored_bytes, dirty_bytes, basis);
+                let published = Published { base: Some(base), ..published };
                 self.attachment.publish(self.number, published)
             },
         )

@@ -12,7 +12,7 @@ use tempfile::TempDir;
 use super::{CollectionOptions, CollectionProgress, CollectionReport, collect};
 use crate::blobs::NewBlob;
 use crate::collection::CollectionNumber;
-use crate::documents::{Change, Query};
+use crate::documents::{Change, Document, Query};
 use crate::error::{Error, ErrorKind, Result};
 use crate::geometry::{ChunkIndex, Geometry};
 use crate::id::{BlobId, ChunkId, MirrorId};
@@ -483,6 +483,36 @@ fn a_catalog_that_was_restored_from_an_older_copy_collects_nothing() {
     assert_eq!(report.number, CollectionNumber(2));
     assert_eq!(read(&repository, &again).unwrap(), disk([(0, 2)]));
     assert_eq!(site.stored(), site.referred());
+}
+
+/// The catalog was restored from a copy that is older than the mirror's parent. Nothing protected the
+/// parent's content from a collection.
+#[test]
+fn a_checkpoint_whose_parent_an_older_catalog_does_not_know_is_not_published_without_its_content() {
+    let site = Site::new();
+    let repository = site.open();
+    let base = import(&repository, "a", &disk([(0, 1)]));
+    let mirror = attach(&repository, 1, &base);
+    let prefixes = ["images/", "mirrors/", "snapshots/"];
+    let mut copy = Change::default();
+    let add = &mut |key: &str, document: Document| {
+        let value: serde_json::Value = document.decode(key)?;
+        copy = std::mem::take(&mut copy).put(key, &value);
+        Ok(())
+    };
+    repository.documents().scan(&prefixes, add).unwrap();
+    checkpoint(&repository, &mirror, &disk([(3, 7)]));
+    let lost = prefixes.iter().fold(Change::default(), |all, one| all.remove(Query::prefix(*one)));
+    assert!(repository.documents().commit(&lost).unwrap());
+    assert!(repository.documents().commit(&copy).unwrap());
+    assert_eq!(site.collect().freed.objects, 2, "a chunk and a node of the parent");
+
+    let number = mirror.reserve(2).unwrap().end - 1;
+    let commit = mirror.begin(&new(number)).unwrap();
+    let change = disk([(5, 9)]);
+    put(&repository, &change);
+    let published = commit.publish(&changes(&change), 0, &|_, _| false);
+    assert!(matches!(published, Err(Error::ContentLost { .. })), "{published:?}");
 }
 
 #[test]
