@@ -39,7 +39,7 @@ use crate::name::{ImageName, SnapshotRef};
 use crate::process::{Process, host_name};
 use crate::tree::Root;
 
-const COLLECTION: &str = "collection";
+pub(super) const COLLECTION: &str = "collection";
 const COLLECTIONS: &str = "collections";
 const COMMITS: &str = "commits/";
 
@@ -177,6 +177,18 @@ impl CollectionRoots {
 /// The current collection number.
 pub(super) fn current(view: &View) -> Result<CollectionNumber> {
     Ok(view.get(COLLECTION)?.unwrap_or(CollectionNumber::FIRST))
+}
+
+/// The change that raises the number of a catalog that is being rebuilt above all that the catalog
+/// before had given out, in seconds since 1970, as far as a clock can. What is on the peers has stamps
+/// of those numbers, and nothing of it would be deleted until this catalog had as many collections.
+pub(super) fn raise_after_loss(view: &View, change: Change) -> Result<Change> {
+    // Rebuilds that run at the same time need not disturb each other.
+    let hour = CollectionNumber(now() / 3600 * 3600);
+    Ok(match current(view)? < hour {
+        true => change.put(COLLECTION, &hour),
+        false => change,
+    })
 }
 
 impl Catalog {

@@ -10,6 +10,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use serde::{Deserialize, Serialize};
 
 use super::Catalog;
+use super::collection::{COLLECTION, raise_after_loss};
 use super::documents::{
     AvailableDocument, DRAFTS, DraftDocument, IMAGES, ImageDocument, SNAPSHOTS, SnapshotDocument,
     available_key, image_key, label_key, restoring_key, snapshot_key, text,
@@ -359,12 +360,13 @@ impl Catalog {
     }
 
     /// Begins an epoch of the cluster that no catalog has had. The count of lost peers is not known:
-    /// a commit that began before must ask the peers for its blobs.
+    /// a commit that began before must ask the peers for its blobs. Raises the number of collections,
+    /// too.
     fn begin_epoch(&self) -> Result<u64> {
-        self.change(&[Query::key(LOSSES)], |view| {
+        self.change(&[Query::key(LOSSES), Query::key(COLLECTION)], |view| {
             let next = ClusterEpoch::of(view)?.number() + 1;
             let next = next.max(now().saturating_mul(EPOCHS_OF_A_REBUILD));
-            Ok((Change::default().put(LOSSES, &next), next))
+            Ok((raise_after_loss(view, Change::default().put(LOSSES, &next))?, next))
         })
     }
 

@@ -23,6 +23,7 @@ use crate::net::identity::Security;
 use crate::repository::Repository;
 use crate::repository::attachment::Attachment;
 use crate::snapshot::{MirrorOwner, Mode};
+use crate::tree::Root;
 
 const AWAY: usize = 3;
 
@@ -205,4 +206,27 @@ fn a_dry_run_deletes_no_record_and_makes_no_summary() {
     // The record and the tombstone, with two copies each.
     assert_eq!(bench.collect().freed.objects, report.freed.objects);
     assert_eq!(report.freed.objects, 4);
+}
+
+#[test]
+fn a_rebuilt_catalog_frees_what_was_stored_before_it_was_lost() {
+    let bench = Bench::new();
+    let repository = &bench.repository;
+    repository.create_image(&"kept".parse().unwrap(), geometry()).unwrap();
+    (0..3).for_each(|_| drop(bench.collect()));
+    let (name, disk) = ("vm".parse().unwrap(), [(1, 1)].into());
+    put(repository, &disk);
+    let tree = repository.commit_tree(&Root::default(), geometry(), &changes(&disk)).unwrap();
+    repository.publish_image(&name, geometry(), &tree.root, 0, 0).unwrap();
+
+    let dir = TempDir::new().unwrap();
+    let documents = documents(&dir, "again.db");
+    let _beating = Heartbeats::of(&bench.site, &documents);
+    let again = open(&documents);
+    assert_eq!(rebuild_catalog(&again, false).unwrap().images, 2);
+    again.remove_image(&name, false).unwrap();
+    let report = collect(&again, &CollectionOptions::default(), &|_| ()).unwrap();
+    // Two copies of a chunk and a node. The records of the image go, too.
+    assert_eq!(report.waiting.objects, 0, "{report:?}");
+    assert!(report.freed.objects >= 4, "{report:?}");
 }
