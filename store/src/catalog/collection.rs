@@ -46,7 +46,7 @@ const COMMITS: &str = "commits/";
 /// How long the document of a commit or a reader lasts without a renewal, in seconds.
 pub(crate) const LEASED_SECONDS: u32 = 600;
 
-/// The most collections whose beginnings are remembered.
+/// The most collections whose beginnings are remembered. Of older ones, fewer are.
 const MAX_REMEMBERED: usize = 1000;
 
 /// What protects the blobs of a commit until it is published.
@@ -273,9 +273,7 @@ impl Catalog {
             }
             let number = current.max(highest_seen).next();
             let mut all = view.get::<CollectionsDocument>(COLLECTIONS)?.unwrap_or_default();
-            all.begun.push(BegunCollection { number, time: now() });
-            let surplus = all.begun.len().saturating_sub(MAX_REMEMBERED);
-            all.begun.drain(..surplus);
+            remember(&mut all.begun, BegunCollection { number, time: now() });
             Ok((Change::default().put(COLLECTION, &number).put(COLLECTIONS, &all), number))
         })
     }
@@ -398,6 +396,27 @@ impl Catalog {
     }
 }
 
+/// Adds a collection that begins. If there are too many, those go without which no gap is longer than
+/// an eighth of its age. So one of about each age stays, however often collections begin.
+fn remember(begun: &mut Vec<BegunCollection>, one: BegunCollection) {
+    begun.push(one);
+    if begun.len() <= MAX_REMEMBERED {
+        return;
+    }
+    let mut newest_first: Vec<BegunCollection> = Vec::new();
+    for (at, middle) in begun.iter().enumerate().rev() {
+        if let Some(newer) = newest_first.last()
+            && let Some(older) = at.checked_sub(1).map(|at| begun[at])
+            && newer.time.saturating_sub(older.time) <= one.time.saturating_sub(newer.time) / 8
+        {
+            continue;
+        }
+        newest_first.push(*middle);
+    }
+    begun.clear();
+    begun.extend(newest_first.into_iter().rev());
+}
+
 /// The basis of a commit of this mirror, and whether the mirror's document must be written for it.
 pub(super) fn mirror_basis(
     view: &View,
@@ -419,3 +438,6 @@ pub(super) fn protects(view: &View, id: &LeaseId, basis: &CommitBasis) -> Result
 pub(crate) fn commit_key(id: &LeaseId) -> String {
     format!("{COMMITS}{id}")
 }
+
+#[cfg(test)]
+mod tests;
