@@ -316,3 +316,22 @@ fn what_a_writer_has_stored_or_found_is_there_while_it_uses_its_number() {
     remove(&blobs, last, last, &(0..BLOBS).collect::<Vec<_>>());
     assert!(blobs.list(None, 10).unwrap().is_empty());
 }
+
+/// Two threads write the same blob, and one copy is not used. It is the last thing in its segment when
+/// the process ends, so the next process may write there.
+#[test]
+fn the_space_of_an_unused_copy_is_not_given_back_after_another_blob_was_written_there() {
+    let site = Site::new();
+    let blobs = site.open();
+    let (one, two) = (content(1), content(2));
+    blobs.append_and_stage(&[NewBlob::new(&one)]).unwrap();
+    // The other thread has asked for the blob before the first one staged it.
+    assert_eq!(blobs.append_and_stage(&[NewBlob::new(&one)]).unwrap(), 0);
+    blobs.flush().unwrap();
+    drop(blobs);
+    let blobs = site.open();
+    blobs.put(&[NewBlob::new(&two)], &StoragePolicy::default()).unwrap();
+    blobs.flush().unwrap();
+    blobs.reclaim().unwrap();
+    assert!(has(&blobs, 1) && has(&blobs, 2));
+}

@@ -192,12 +192,13 @@ impl Index {
     /// already added a blob, its row stays, except for damaged blobs, whose rows are replaced. The
     /// stamps become at least `stamp`.
     ///
-    /// `unused` are slots that this process has written and that nothing refers to. Their space and
-    /// that of other blobs that are not used any more is [reclaimed](Self::freed) later.
+    /// `unused` are blobs that this process has written and that nothing refers to. Their space and
+    /// that of other blobs that are not used any more is [reclaimed](Self::freed) later. So `ends` must
+    /// not precede the end of an unused blob.
     pub(super) fn insert(
         &self,
         entries: &[Entry],
-        unused: &[Slot],
+        unused: &[Entry],
         ends: impl Iterator<Item = (u64, u64)>,
         stamp: CollectionNumber,
     ) -> Result<()> {
@@ -218,7 +219,7 @@ impl Index {
                 free(&transaction, entry.slot)?;
             }
         }
-        unused.iter().try_for_each(|slot| free(&transaction, *slot))?;
+        unused.iter().try_for_each(|entry| free(&transaction, entry.slot))?;
         for (segment, end) in ends {
             transaction
                 .prepare_cached("UPDATE segments SET length = max(length, ?) WHERE number = ?")?

@@ -83,8 +83,8 @@ pub(crate) struct DirectoryBlobs {
 struct WriterState {
     /// Blobs that are written and not in the index, with the least stamp that they will have.
     staged: HashMap<BlobId, (Slot, CollectionNumber)>,
-    /// Slots that were written and are not used.
-    unused: Vec<Slot>,
+    /// Blobs that were written and are not used, because another copy is staged.
+    unused: Vec<Entry>,
     /// The staged blobs that no thread is flushing.
     waiting: Vec<Entry>,
     waiting_bytes: u64,
@@ -254,9 +254,34 @@ impl DirectoryBlobs {
         Ok(stored)
     }
 
+    /// Writes blobs and stages them. Returns how many bytes are added.
+    fn append_and_stage(&self, blobs: &[NewBlob<'_>]) -> Result<u64> {
+        let segment = self.current()?;
+        let (group, slots) = append(&segment, blobs)?;
+        let mut added = 0;
+        let mut state = self.state();
+        self.sync.check()?;
+        let stamp = self.stamp();
+        for (id, slot) in blobs.iter().map(NewBlob::id).zip(slots) {
+            let entry = Entry { id, slot, group, segment: Arc::clone(&segment) };
+            if state.staged.contains_key(&id) {
+                // Another thread staged the blob first.
+                state.unused.push(entry);
+                continue;
+            }
+            state.staged.insert(id, (slot, stamp));
+            state.waiting.push(entry);
+            state.waiting_bytes += u64::from(slot.len);
+            added += u64::from(slot.len);
+        }
+        Ok(added)
+    }
+
     /// Makes blobs durable, then visible to other handles.
-    fn commit(&self, entries: &[Entry], unused: &[Slot]) -> Result<()> {
-        let ends = self.sync.sync(entries.iter().map(|one| (&one.segment, one.slot.end())))?;
+    fn commit(&self, entries: &[Entry], unused: &[Entry]) -> Result<()> {
+        // With what is not used: its space is given back later, so nothing may be written there.
+        let written = entries.iter().chain(unused);
+        let ends = self.sync.sync(written.map(|one| (&one.segment, one.slot.end())))?;
         self.index.insert(entries, unused, ends.into_iter(), self.stamp())
     }
 
@@ -344,25 +369,8 @@ impl Blobs for DirectoryBlobs {
         for missing in self.missing(blobs)?.chunks(MAX_BLOBS) {
             self.keep_reserve.call_once(|| self.reserve.keep());
             self.reserve.check(missing.iter().map(|blob| blob.content.len() as u64).sum())?;
-            let segment = self.current()?;
-            let (group, slots) = append(&segment, missing)?;
-            let mut state = self.state();
-            self.sync.check()?;
-            let stamp = self.stamp();
-            for (id, slot) in missing.iter().map(NewBlob::id).zip(slots) {
-                if state.staged.contains_key(&id) {
-                    // Another thread staged the blob first.
-                    state.unused.push(slot);
-                    continue;
-                }
-                state.staged.insert(id, (slot, stamp));
-                state.waiting.push(Entry { id, slot, group, segment: Arc::clone(&segment) });
-                state.waiting_bytes += u64::from(slot.len);
-                added += u64::from(slot.len);
-            }
-            let full = state.is_full();
-            drop(state);
-            if full {
+            added += self.append_and_stage(missing)?;
+            if self.state().is_full() {
                 self.flush()?;
             }
         }
@@ -375,12 +383,12 @@ impl Blobs for DirectoryBlobs {
         let (entries, unused) = {
             let mut state = self.state();
             self.sync.check()?;
+            if state.waiting.is_empty() {
+                return Ok(());
+            }
             state.waiting_bytes = 0;
             (std::mem::take(&mut state.waiting), std::mem::take(&mut state.unused))
         };
-        if entries.is_empty() {
-            return Ok(());
-        }
         let result = self.commit(&entries, &unused);
         let mut state = self.state();
         match &result {
