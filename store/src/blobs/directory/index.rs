@@ -221,9 +221,12 @@ impl Index {
         }
         unused.iter().try_for_each(|entry| free(&transaction, entry.slot))?;
         for (segment, end) in ends {
-            transaction
-                .prepare_cached("UPDATE segments SET length = max(length, ?) WHERE number = ?")?
-                .execute((end, segment))?;
+            let update = "UPDATE segments SET length = max(length, ?) WHERE number = ?";
+            if transaction.prepare_cached(update)?.execute((end, segment))? == 0 {
+                // Its file is removed sooner or later.
+                let reason = "the index does not have it any more";
+                return Err(Error::corrupt(format!("segment {segment}"), reason));
+            }
         }
         Ok(transaction.commit()?)
     }

@@ -50,6 +50,7 @@ use crate::durable::sync::SegmentSync;
 use crate::encoding::StoragePolicy;
 use crate::error::{Error, Result};
 use crate::id::BlobId;
+use crate::planted::{Defect, is_planted};
 use crate::sys;
 
 /// The staged blobs are flushed when they have this many bytes.
@@ -242,7 +243,9 @@ impl DirectoryBlobs {
     /// Returns what the index has of each blob, after its stamp was raised.
     fn stored(&self, ids: Vec<BlobId>, stamp: CollectionNumber) -> Result<Vec<Option<Stored>>> {
         let mut stored = self.index.find_all(&ids)?;
-        let is_below = |one: &Option<Stored>| one.is_some_and(|one| one.stamp < stamp);
+        let is_below = |one: &Option<Stored>| {
+            one.is_some_and(|one| one.stamp < stamp) && !is_planted(Defect::NoStamp)
+        };
         let below: Vec<usize> = (0..ids.len()).filter(|at| is_below(&stored[*at])).collect();
         if !below.is_empty() {
             let raised = self.index.raise_stamps(below.iter().map(|at| &ids[*at]), stamp)?;
