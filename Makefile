@@ -147,6 +147,9 @@ soak: packages ## Run the randomised tests (writes, kills, power cuts, attacks, 
 	  $(CARGO) test --locked --release -p cairn-store --test repair_scale -- --nocapture
 	@CAIRN_SOAK_SECONDS=$(or $(SOAK_SECONDS),600) \
 	  $(CARGO) test --locked -p cairn-store --lib index_tests -- --nocapture
+	$(call say,living random lives of a repository)
+	@CAIRN_SOAK_SECONDS=$(or $(SOAK_SECONDS),600) \
+	  $(CARGO) test --locked -p cairn-store --lib life::a_random_life -- --nocapture
 	$(call say,killing peers and the catalog of a cluster)
 	@CAIRN_SOAK_SECONDS=$(or $(SOAK_SECONDS),600) \
 	  $(CARGO) test --locked -p cairn --test cairn cluster_ -- --nocapture --test-threads=2

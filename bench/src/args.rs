@@ -62,6 +62,8 @@ pub(crate) enum Case {
     Scale,
     /// A disk image and a second version of it in a repository, compared with restic and borg.
     Backup,
+    /// Collections: marking, commits beside them, and space.
+    Gc,
     /// All cases.
     All,
 }
@@ -77,6 +79,7 @@ impl Case {
             Case::Rebuild => "rebuild",
             Case::Scale => "scale",
             Case::Backup => "backup",
+            Case::Gc => "gc",
             Case::All => "all",
         }
     }
@@ -92,6 +95,7 @@ impl Case {
                 Case::Rebuild,
                 Case::Scale,
                 Case::Backup,
+                Case::Gc,
             ],
             one => std::slice::from_ref(one),
         }

@@ -9,6 +9,7 @@
 //!           rebuild ────┤
 //!           scale ──────┤
 //!           backup ─────┤
+//!           gc ─────────┤
 //!             │         │
 //!             ▼         ▼
 //!           report: tables, JSON, Markdown, charts, goals
@@ -24,6 +25,7 @@ mod clients;
 mod cluster;
 mod cost;
 mod disk;
+mod gc;
 mod io;
 mod load;
 mod proc;
@@ -59,6 +61,7 @@ fn main() -> Result<()> {
             Case::Rebuild => rebuild::run(&site, &args)?,
             Case::Scale => scale::run(&site, &args)?,
             Case::Backup => backup::run(&site, &args)?,
+            Case::Gc => gc::run(&site, &args)?,
             Case::All => unreachable!("`each` returns the single cases"),
         };
         warn_if_busy()?;

@@ -321,11 +321,18 @@ pub(crate) fn rebuild(repository: &Repository, force: bool, style: Style) -> Out
         return print_json(&json!({
             "images": rebuilt.images,
             "snapshots": rebuilt.snapshots,
+            "removed": rebuilt.removed,
             "left": rebuilt.left,
         }));
     }
     let mut text =
         format!("images restored: {}, snapshots restored: {}\n", rebuilt.images, rebuilt.snapshots);
+    if rebuilt.removed > 0 {
+        text += &format!(
+            "removed again, because the catalog was an older copy: {} snapshots\n",
+            rebuilt.removed
+        );
+    }
     if !rebuilt.left.is_empty() {
         let names = rebuilt.left.join(" ");
         text += &format!("not restored, because another image has the name: {names}\n");

@@ -636,6 +636,15 @@ pub enum Error {
         /// The number of snapshots.
         snapshots: u64,
     },
+    /// The catalog has snapshots that were removed.
+    #[error(
+        "the catalog was restored from an older copy: it has {snapshots} snapshots that were removed \
+         since; nothing was deleted; run `cairn catalog rebuild`, which removes them again"
+    )]
+    Revived {
+        /// The number of snapshots.
+        snapshots: u64,
+    },
     /// A task of this process panicked or was cancelled.
     #[error("{doing} failed inside this process: {reason}; try again, and report this as a defect")]
     Internal {
@@ -717,6 +726,7 @@ impl Error {
             | Error::RepairRuns
             | Error::OlderCatalog { .. }
             | Error::Unlisted { .. }
+            | Error::Revived { .. }
             | Error::DataElsewhere { .. }
             | Error::LateDeletion
             | Error::LeaseLost

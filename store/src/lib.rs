@@ -59,6 +59,7 @@ pub mod maintenance;
 pub mod metadata;
 mod name;
 pub mod net;
+mod planted;
 mod process;
 mod repository;
 pub mod retention;

@@ -36,6 +36,7 @@ use crate::error::{Error, Result};
 use crate::geometry::{Geometry, MAX_SIZE};
 use crate::id::{ImageId, LeaseId};
 use crate::name::{ImageName, SnapshotRef};
+use crate::planted::{Defect, is_planted};
 use crate::process::{Process, host_name};
 use crate::tree::Root;
 
@@ -211,7 +212,10 @@ impl Catalog {
             let basis = CommitBasis::of(view)?;
             let (collection, holder) = (basis.collection, holder.clone());
             let document = CommitDocument { collection, holder };
-            let change = Change::default().put_for(LEASED_SECONDS, commit_key(id), &document);
+            let change = match is_planted(Defect::NoCommitDocument) {
+                true => Change::default(),
+                false => Change::default().put_for(LEASED_SECONDS, commit_key(id), &document),
+            };
             Ok((change, basis))
         })
     }
@@ -268,6 +272,7 @@ impl Catalog {
     ) -> Result<CollectionNumber> {
         self.change(&[Query::key(COLLECTION), Query::key(COLLECTIONS)], |view| {
             let current = current(view)?;
+            let accept_older = accept_older || is_planted(Defect::AcceptOlderCatalog);
             if highest_seen > current && !accept_older {
                 return Err(Error::OlderCatalog { catalog: current.0, blobs: highest_seen.0 });
             }
@@ -430,6 +435,9 @@ pub(super) fn mirror_basis(
 
 /// Whether the document of a commit protects its blobs.
 pub(super) fn protects(view: &View, id: &LeaseId, basis: &CommitBasis) -> Result<bool> {
+    if is_planted(Defect::NoCommitDocument) {
+        return Ok(true);
+    }
     let document = view.get::<CommitDocument>(&commit_key(id))?;
     Ok(document.is_some_and(|document| document.collection == basis.collection))
 }

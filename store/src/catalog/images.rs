@@ -1,6 +1,6 @@
 //! Creating and listing images and snapshots.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 
 use super::Catalog;
 use super::collection::{CommitBasis, commit_key, protects};
@@ -206,18 +206,24 @@ impl Catalog {
         Ok(all)
     }
 
-    /// Reports the id of every snapshot whose image the catalog has.
-    pub(crate) fn each_snapshot_id(&self, mut report: impl FnMut(&ImageId, u64)) -> Result<()> {
-        let mut images = HashSet::new();
+    /// Reports the id of every snapshot whose image the catalog has, and whether it has content and is
+    /// not being removed.
+    pub(crate) fn each_snapshot_id(
+        &self,
+        mut report: impl FnMut(&ImageId, u64, bool),
+    ) -> Result<()> {
+        let mut images = HashMap::new();
         // In the order of the keys: the images come first.
         self.documents.scan(&[IMAGES, SNAPSHOTS], &mut |key, document| {
             if key.starts_with(IMAGES) {
-                images.insert(document.decode::<ImageDocument>(key)?.id);
+                let image: ImageDocument = document.decode(key)?;
+                images.insert(image.id, image.removing);
             } else {
                 let (image, number) = snapshot_of(key)?;
                 // A snapshot without an image is left from a rebuild that was killed, or that runs.
-                if images.contains(&image) {
-                    report(&image, number);
+                if let Some(removing) = images.get(&image) {
+                    let snapshot: SnapshotDocument = document.decode(key)?;
+                    report(&image, number, snapshot.state.has_content() && !removing);
                 }
             }
             Ok(())

@@ -49,6 +49,7 @@ mod readers;
 mod records;
 mod removal;
 mod removal_summary;
+mod revived;
 #[cfg(test)]
 mod tests;
 

@@ -119,6 +119,30 @@ impl Record {
         Record { peers, ..self }
     }
 
+    /// Whether it is a tombstone of what existed, or a summary of such.
+    fn is_removal(&self) -> bool {
+        self.snapshot.is_none() && !self.is_failure
+    }
+
+    /// The numbers of a summary's snapshots that were published and removed; `None` if it is none.
+    pub(super) fn is_in_summary(&self) -> Option<impl Fn(u64) -> bool> {
+        let summary = self.summary.as_ref()?;
+        Some(|number| summary.removed.contains(number) && !summary.failed.contains(number))
+    }
+
+    /// When this was recorded: seconds since 1970.
+    pub(super) fn recorded(&self) -> u64 {
+        self.recorded
+    }
+
+    pub(super) fn number(&self) -> u64 {
+        self.number
+    }
+
+    pub(super) fn image_name(&self) -> &ImageName {
+        &self.image_name
+    }
+
     pub(super) fn image_id(&self) -> ImageId {
         self.image.id
     }
@@ -281,6 +305,9 @@ pub struct Rebuilt {
     pub snapshots: u64,
     /// The number of mirrors that were restored.
     pub mirrors: u64,
+    /// The number of snapshots that the catalog had and that were removed before: it was restored from
+    /// an older copy.
+    pub removed: u64,
     /// The names of images that were left alone, because another image has the name.
     pub left: Vec<String>,
 }
@@ -356,6 +383,8 @@ impl Catalog {
         rebuilt.left.sort_unstable();
         rebuilt.left.dedup();
         rebuilt.mirrors = self.rebuild_mirrors(mirrors, &all)?;
+        let removals: Vec<_> = all.into_iter().filter(Record::is_removal).collect();
+        rebuilt.removed = self.remove_revived(&removals)?;
         Ok(rebuilt)
     }
 

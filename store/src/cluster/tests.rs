@@ -76,6 +76,11 @@ impl Peer {
         }
     }
 
+    /// The data directory.
+    pub(crate) fn directory(&self) -> &std::path::Path {
+        self.dir.path()
+    }
+
     /// Makes all fragments of the peer `seconds` older.
     pub(crate) fn age(&self, seconds: u32) {
         self.store.upgrade().expect("the peer is running").settle(false).unwrap();

@@ -24,7 +24,7 @@ use tokio::sync::mpsc;
 use super::records::listed_records;
 use super::references::all_references;
 use super::repair_lease::RepairLease;
-use super::unlisted::count_unlisted_snapshots;
+use super::unlisted::{Disagreement, compare_with_records};
 use super::wanted::{SortedWanted, WantedBlobs, names};
 use super::whole_snapshots::whole_snapshots;
 use crate::catalog::Available;
@@ -260,10 +260,10 @@ impl<'a> RepairJob<'a> {
             return Ok(());
         }
         let catalog = self.repository.catalog();
-        let unlisted = count_unlisted_snapshots(catalog, &self.connected, &self.peers);
-        match self.runtime.block_on(unlisted) {
-            Ok(0) => {}
-            Ok(unlisted) => {
+        let compared = compare_with_records(catalog, &self.connected, &self.peers);
+        match self.runtime.block_on(compared) {
+            Ok(Disagreement { unlisted: 0, .. }) => {}
+            Ok(Disagreement { unlisted, .. }) => {
                 tracing::warn!(
                     unlisted,
                     "garbage stays on drained peers: they have records of snapshots that the catalog does \

@@ -1,8 +1,9 @@
-//! Snapshots that the peers have records of and the catalog does not have.
+//! Snapshots that the peers have records of and the catalog does not have, and the other way round.
 //!
 //! A catalog that was lost, and is not yet rebuilt, refers to nothing or to a part of what there is.
 //! Content that it does not refer to is not garbage then. The peers' records show that: a snapshot with
-//! a record and without a tombstone exists.
+//! a record and without a tombstone exists. And a snapshot that the catalog has with its content although
+//! it has a tombstone was removed: the catalog was restored from an older copy.
 
 use std::ops::Range;
 
@@ -27,20 +28,29 @@ const REMOVED: u8 = 0;
 const LISTED: u8 = 1;
 /// A record describes the snapshot.
 const RECORDED: u8 = 2;
+/// After the records were read, the catalog had the snapshot with its content.
+const PRESENT: u8 = 3;
 
-/// Counts the snapshots that records describe, that no tombstone removes, and that the catalog does
-/// not have. Fails if a live peer does not list its records, or has one that cannot be read.
-pub(super) async fn count_unlisted_snapshots(
+/// Snapshots of which the catalog and the records on the peers say different things.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Disagreement {
+    /// Records describe them, no tombstone removes them, and the catalog does not have them.
+    pub(super) unlisted: u64,
+    /// The catalog has them, and a tombstone says that they were removed. A removal changes the catalog
+    /// before it stores the tombstone, so the catalog was restored from an older copy.
+    pub(super) revived: u64,
+}
+
+/// Compares the catalog with the records on the peers. Fails if a live peer does not list its records,
+/// or has one that cannot be read.
+pub(super) async fn compare_with_records(
     catalog: &Catalog,
     connected: &ConnectedPeers,
     peers: &[Peer],
-) -> Result<u64> {
+) -> Result<Disagreement> {
     let mut all = RunSorter::new(&temporary_directory(), ENTRY, MAX_ENTRIES);
-    let list = |all: &mut RunSorter<ENTRY>| {
-        catalog.each_snapshot_id(|image, number| all.push(entry(image, number, LISTED)))
-    };
     // Before and after the records are read: snapshots are announced and removed meanwhile.
-    list(&mut all)?;
+    catalog.each_snapshot_id(|image, number, _| all.push(entry(image, number, LISTED)))?;
     each_record(connected, peers, |record| {
         match RecordSubject::of(record)? {
             RecordSubject::Snapshot { image, number, has_content: true } => {
@@ -59,7 +69,12 @@ pub(super) async fn count_unlisted_snapshots(
         Ok(())
     })
     .await?;
-    list(&mut all)?;
+    catalog.each_snapshot_id(|image, number, is_present| {
+        all.push(entry(image, number, LISTED));
+        if is_present {
+            all.push(entry(image, number, PRESENT));
+        }
+    })?;
     count(&all.finish()?)
 }
 
@@ -76,34 +91,41 @@ fn range_entry(image: &ImageId, numbers: Range<u64>, what: u8) -> [u8; ENTRY] {
     entry
 }
 
-/// Counts the snapshots that are only recorded. What removes or lists a snapshot precedes its record,
-/// and the removal of an image precedes all its snapshots.
-fn count(all: &SortedRuns<ENTRY>) -> Result<u64> {
+/// Counts the snapshots that are only recorded, or present and removed. What removes or lists a
+/// snapshot precedes its record, which precedes its presence, and the removal of an image precedes all
+/// its snapshots.
+fn count(all: &SortedRuns<ENTRY>) -> Result<Disagreement> {
     let number = |bytes: &[u8]| u64::from_be_bytes(bytes.try_into().expect("8 bytes"));
-    // The image that the entries are about, and the number below which its snapshots are accounted for
-    // since the last entry.
-    let (mut image, mut accounted, mut unlisted) = (None, 0, 0);
+    // The image that the entries are about, and the numbers below which its snapshots are removed, and
+    // accounted for, since the last entry.
+    let (mut image, mut removed, mut accounted) = (None, 0, 0);
+    let mut found = Disagreement::default();
     for entry in all.read()? {
         let entry = entry?;
         let (start, what, end) = (number(&entry[16..24]), entry[24], number(&entry[25..]));
         if image != Some(entry[..16].to_vec()) {
-            (image, accounted) = (Some(entry[..16].to_vec()), 0);
+            (image, removed, accounted) = (Some(entry[..16].to_vec()), 0, 0);
         }
         match what {
-            REMOVED if start == 0 => accounted = u64::MAX,
-            REMOVED | LISTED => accounted = accounted.max(end),
-            _ if start < accounted => {}
-            _ => unlisted += 1,
+            REMOVED if start == 0 => (removed, accounted) = (u64::MAX, u64::MAX),
+            REMOVED => (removed, accounted) = (removed.max(end), accounted.max(end)),
+            LISTED => accounted = accounted.max(end),
+            PRESENT if start < removed => found.revived += 1,
+            RECORDED if start >= accounted => found.unlisted += 1,
+            _ => {}
         }
     }
-    Ok(unlisted)
+    Ok(found)
 }
 
 #[cfg(test)]
 mod tests {
     use tempfile::TempDir;
 
-    use super::{ENTRY, LISTED, RECORDED, REMOVED, RunSorter, count, entry, range_entry};
+    use super::{
+        Disagreement, ENTRY, LISTED, PRESENT, RECORDED, REMOVED, RunSorter, count, entry,
+        range_entry,
+    };
     use crate::id::ImageId;
 
     #[test]
@@ -122,8 +144,20 @@ mod tests {
         for (entries, expected) in cases {
             let mut all = RunSorter::<ENTRY>::new(directory.path(), ENTRY, 2);
             entries.iter().for_each(|(image, number, what)| all.push(entry(image, *number, *what)));
-            assert_eq!(count(&all.finish().unwrap()).unwrap(), expected, "{entries:?}");
+            let found = count(&all.finish().unwrap()).unwrap();
+            assert_eq!(found, Disagreement { unlisted: expected, revived: 0 }, "{entries:?}");
         }
+        let mut all = RunSorter::<ENTRY>::new(directory.path(), ENTRY, 2);
+        for number in 1..4 {
+            for what in [LISTED, RECORDED, PRESENT] {
+                all.push(entry(&one, number, what));
+                all.push(entry(&other, number, what));
+            }
+        }
+        all.push(entry(&one, 0, REMOVED));
+        all.push(entry(&other, 2, REMOVED));
+        let found = count(&all.finish().unwrap()).unwrap();
+        assert_eq!(found, Disagreement { unlisted: 0, revived: 3 + 1 });
     }
 
     #[test]
@@ -138,6 +172,9 @@ mod tests {
             all.push(entry(&other, number, RECORDED));
         }
         all.push(entry(&one, 300, LISTED));
-        assert_eq!(count(&all.finish().unwrap()).unwrap(), 2 + 6);
+        all.push(entry(&one, 5, PRESENT));
+        all.push(entry(&other, 5, PRESENT));
+        let found = count(&all.finish().unwrap()).unwrap();
+        assert_eq!(found, Disagreement { unlisted: 2 + 6, revived: 1 });
     }
 }

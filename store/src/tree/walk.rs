@@ -130,13 +130,16 @@ impl Trees {
         }
     }
 
-    /// Loads nodes, all at a time.
+    /// Loads nodes, all at a time that are not in the cache.
     fn load_all(
         &self,
         nodes: &[(NodeId, NodePosition)],
         geometry: Geometry,
     ) -> Vec<Result<Arc<Node>>> {
         let load = |(id, position): &(NodeId, NodePosition)| self.load(*id, geometry, *position);
+        if nodes.iter().all(|(id, _)| self.cache.get(id).is_some()) {
+            return nodes.iter().map(load).collect();
+        }
         let Some((first, others)) = nodes.split_first() else { return Vec::new() };
         thread::scope(|scope| {
             // Without a thread the node is loaded by this one.

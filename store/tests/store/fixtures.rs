@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use cairn_store::cluster::peer::PeerStore;
 use cairn_store::cluster::protocol::{
-    Answer, FragmentId, FragmentPart, Held, PeerTime, Request, Usage,
+    Answer, DeletedFragments, FragmentId, FragmentPart, Held, PeerTime, Request, StampBound, Usage,
 };
 use cairn_store::collection::CollectionNumber;
 use cairn_store::encoding::fragment::{Blocks, Description, Fragment, encode, encode_record};
@@ -100,7 +100,13 @@ fn messages() -> Vec<(&'static str, (u16, Vec<u8>))> {
         ("clock", Request::Clock),
         (
             "delete",
-            Request::Delete { deadline: PeerTime(9), idle: 60, below: stamp, fragments: vec![id] },
+            Request::Delete {
+                deadline: PeerTime(9),
+                idle: 60,
+                bound: StampBound { below: stamp, number: CollectionNumber(0x0123_4568) },
+                is_dry: true,
+                fragments: vec![id],
+            },
         ),
         ("records", Request::Records(blob)),
         ("list", Request::List { after: blob, most: 100 }),
@@ -114,7 +120,7 @@ fn messages() -> Vec<(&'static str, (u16, Vec<u8>))> {
         ("held", Answer::Held(vec![vec![held(&blocks)], Vec::new()])),
         ("used", Answer::Usage(usage)),
         ("time", Answer::Clock(PeerTime(9))),
-        ("deleted", Answer::Deleted(4096)),
+        ("deleted", Answer::Deleted(DeletedFragments { fragments: 1, bytes: 4096 })),
         ("listed", Answer::Listed(vec![(blob, held(&blocks))])),
         ("reserved", Answer::Reserved),
     ];

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use cairn_store::cluster::membership::{Announcement, PeerStats, send_heartbeat};
 use cairn_store::cluster::peer::{self, PeerStore};
-use cairn_store::cluster::protocol::PeerTime;
+use cairn_store::cluster::protocol::{PeerTime, StampBound};
 use cairn_store::cluster::{Cluster, Connection, Member, MemberState};
 use cairn_store::collection::CollectionNumber;
 use cairn_store::documents::{CatalogStore, Change, Documents, Query, RemoteDocuments, remote};
@@ -202,7 +202,7 @@ impl Site {
                 self.ask(security, async |peer| peer.put(fragment(), CollectionNumber::FIRST).await)
             }
             Action::DeleteFragments => self.ask(security, async |peer| {
-                peer.delete(&[], 0, CollectionNumber::MAX, PeerTime(u64::MAX)).await.map(drop)
+                peer.delete(&[], 0, StampBound::ANY, PeerTime(u64::MAX)).await.map(drop)
             }),
             Action::ForgeContent => self.is_known(security),
             Action::ServeAsOwn => self.reads_from(self.own, security),

@@ -194,7 +194,7 @@ impl Index {
     ///
     /// `unused` are blobs that this process has written and that nothing refers to. Their space and
     /// that of other blobs that are not used any more is [reclaimed](Self::freed) later. So `ends` must
-    /// be behind them: no process may write there again.
+    /// not precede the end of an unused blob.
     pub(super) fn insert(
         &self,
         entries: &[Entry],
@@ -219,11 +219,14 @@ impl Index {
                 free(&transaction, entry.slot)?;
             }
         }
-        unused.iter().try_for_each(|one| free(&transaction, one.slot))?;
+        unused.iter().try_for_each(|entry| free(&transaction, entry.slot))?;
         for (segment, end) in ends {
-            transaction
-                .prepare_cached("UPDATE segments SET length = max(length, ?) WHERE number = ?")?
-                .execute((end, segment))?;
+            let update = "UPDATE segments SET length = max(length, ?) WHERE number = ?";
+            if transaction.prepare_cached(update)?.execute((end, segment))? == 0 {
+                // Its file is removed sooner or later.
+                let reason = "the index does not have it any more";
+                return Err(Error::corrupt(format!("segment {segment}"), reason));
+            }
         }
         Ok(transaction.commit()?)
     }

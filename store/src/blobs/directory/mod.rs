@@ -50,6 +50,7 @@ use crate::durable::sync::SegmentSync;
 use crate::encoding::StoragePolicy;
 use crate::error::{Error, Result};
 use crate::id::BlobId;
+use crate::planted::{Defect, is_planted};
 use crate::sys;
 
 /// The staged blobs are flushed when they have this many bytes.
@@ -83,7 +84,7 @@ pub(crate) struct DirectoryBlobs {
 struct WriterState {
     /// Blobs that are written and not in the index, with the least stamp that they will have.
     staged: HashMap<BlobId, (Slot, CollectionNumber)>,
-    /// Blobs that were written and are not used, because another thread has staged them first.
+    /// Blobs that were written and are not used, because another copy is staged.
     unused: Vec<Entry>,
     /// The staged blobs that no thread is flushing.
     waiting: Vec<Entry>,
@@ -245,7 +246,9 @@ impl DirectoryBlobs {
         // the catalog before still deletes.
         let stamp = stamp.max(self.index.highest_collection()?);
         let mut stored = self.index.find_all(&ids)?;
-        let is_below = |one: &Option<Stored>| one.is_some_and(|one| one.stamp < stamp);
+        let is_below = |one: &Option<Stored>| {
+            one.is_some_and(|one| one.stamp < stamp) && !is_planted(Defect::NoStamp)
+        };
         let below: Vec<usize> = (0..ids.len()).filter(|at| is_below(&stored[*at])).collect();
         if !below.is_empty() {
             let raised = self.index.raise_stamps(below.iter().map(|at| &ids[*at]), stamp)?;
@@ -257,8 +260,32 @@ impl DirectoryBlobs {
         Ok(stored)
     }
 
+    /// Writes blobs and stages them. Returns how many bytes are added.
+    fn append_and_stage(&self, blobs: &[NewBlob<'_>]) -> Result<u64> {
+        let segment = self.current()?;
+        let (group, slots) = append(&segment, blobs)?;
+        let mut added = 0;
+        let mut state = self.state();
+        self.sync.check()?;
+        let stamp = self.stamp();
+        for (id, slot) in blobs.iter().map(NewBlob::id).zip(slots) {
+            let entry = Entry { id, slot, group, segment: Arc::clone(&segment) };
+            if state.staged.contains_key(&id) {
+                // Another thread staged the blob first.
+                state.unused.push(entry);
+                continue;
+            }
+            state.staged.insert(id, (slot, stamp));
+            state.waiting.push(entry);
+            state.waiting_bytes += u64::from(slot.len);
+            added += u64::from(slot.len);
+        }
+        Ok(added)
+    }
+
     /// Makes blobs durable, then visible to other handles.
     fn commit(&self, entries: &[Entry], unused: &[Entry]) -> Result<()> {
+        // With what is not used: its space is given back later, so nothing may be written there.
         let written = entries.iter().chain(unused);
         let ends = self.sync.sync(written.map(|one| (&one.segment, one.slot.end())))?;
         self.index.insert(entries, unused, ends.into_iter(), self.stamp())
@@ -348,26 +375,8 @@ impl Blobs for DirectoryBlobs {
         for missing in self.missing(blobs)?.chunks(MAX_BLOBS) {
             self.keep_reserve.call_once(|| self.reserve.keep());
             self.reserve.check(missing.iter().map(|blob| blob.content.len() as u64).sum())?;
-            let segment = self.current()?;
-            let (group, slots) = append(&segment, missing)?;
-            let mut state = self.state();
-            self.sync.check()?;
-            let stamp = self.stamp();
-            for (id, slot) in missing.iter().map(NewBlob::id).zip(slots) {
-                let entry = Entry { id, slot, group, segment: Arc::clone(&segment) };
-                if state.staged.contains_key(&id) {
-                    // Another thread staged the blob first.
-                    state.unused.push(entry);
-                    continue;
-                }
-                state.staged.insert(id, (slot, stamp));
-                state.waiting.push(entry);
-                state.waiting_bytes += u64::from(slot.len);
-                added += u64::from(slot.len);
-            }
-            let full = state.is_full();
-            drop(state);
-            if full {
+            added += self.append_and_stage(missing)?;
+            if self.state().is_full() {
                 self.flush()?;
             }
         }
@@ -380,6 +389,9 @@ impl Blobs for DirectoryBlobs {
         let (entries, unused) = {
             let mut state = self.state();
             self.sync.check()?;
+            if state.waiting.is_empty() {
+                return Ok(());
+            }
             state.waiting_bytes = 0;
             (std::mem::take(&mut state.waiting), std::mem::take(&mut state.unused))
         };

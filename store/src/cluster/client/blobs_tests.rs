@@ -14,9 +14,8 @@ use crate::blobs::Blobs;
 use crate::blobs::NewBlob;
 use crate::cluster::Counters;
 use crate::cluster::placement::MemberState;
-use crate::cluster::protocol::{FragmentId, Held};
+use crate::cluster::protocol::{FragmentId, Held, StampBound};
 use crate::cluster::tests::{Peer, content, members, policy, start};
-use crate::collection::CollectionNumber;
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::BlobId;
 use crate::net::identity::Security;
@@ -55,6 +54,17 @@ impl Site {
         self.runtime.block_on(self.peers[peer].restart());
     }
 
+    /// Removes the data of a peer that is stopped. It gets another id when it is started again.
+    pub(crate) fn wipe(&self, peer: usize) {
+        for entry in std::fs::read_dir(self.peers[peer].directory()).unwrap() {
+            let path = entry.unwrap().path();
+            match path.is_dir() {
+                true => std::fs::remove_dir_all(path).unwrap(),
+                false => std::fs::remove_file(path).unwrap(),
+            }
+        }
+    }
+
     fn fragments(&self) -> u64 {
         (0..self.peers.len()).map(|peer| self.fragments_of(peer)).sum()
     }
@@ -80,7 +90,7 @@ impl Site {
             };
             let all: Vec<_> = all.into_iter().map(id).collect();
             let deadline = connection.clock().await.unwrap().after(Duration::from_secs(10));
-            connection.delete(&all, 0, CollectionNumber::MAX, deadline).await.unwrap();
+            connection.delete(&all, 0, StampBound::ANY, deadline).await.unwrap();
         });
     }
 }

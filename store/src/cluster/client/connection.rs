@@ -6,8 +6,8 @@ use std::time::Duration;
 use tokio::time::timeout;
 
 use crate::cluster::protocol::{
-    Answer, FragmentId, FragmentPart, Held, MAX_ASKED, MAX_BODY, MAX_DELETED, MAX_FETCHED,
-    MAX_LISTED, MAX_PUT, PeerTime, Refusal, Request, Usage,
+    Answer, DeletedFragments, FragmentId, FragmentPart, Held, MAX_ASKED, MAX_BODY, MAX_DELETED,
+    MAX_FETCHED, MAX_LISTED, MAX_PUT, PeerTime, Refusal, Request, StampBound, Usage,
 };
 use crate::collection::CollectionNumber;
 use crate::encoding::fragment::{Fragment, Kind};
@@ -175,20 +175,42 @@ impl Connection {
     }
 
     /// Deletes fragments, at most [`MAX_DELETED`], that were not stored or renewed for `idle`
-    /// seconds and whose stamp is below a bound, or [`CollectionNumber::MAX`] for any. Returns the bytes that are free again on the peer's disk.
+    /// seconds and whose stamp is within a bound. Returns what was deleted.
     ///
     /// The peer does not begin the deletion after `deadline`, however long the request is on its way.
     pub async fn delete(
         &self,
         fragments: &[FragmentId],
         idle: u32,
-        below: CollectionNumber,
+        bound: StampBound,
         deadline: PeerTime,
-    ) -> Result<u64> {
+    ) -> Result<DeletedFragments> {
+        self.ask_to_delete(deadline, idle, bound, false, fragments).await
+    }
+
+    /// What [`Connection::delete`] would delete.
+    pub async fn deletable(
+        &self,
+        fragments: &[FragmentId],
+        idle: u32,
+        bound: StampBound,
+    ) -> Result<DeletedFragments> {
+        self.ask_to_delete(PeerTime(0), idle, bound, true, fragments).await
+    }
+
+    async fn ask_to_delete(
+        &self,
+        deadline: PeerTime,
+        idle: u32,
+        bound: StampBound,
+        is_dry: bool,
+        fragments: &[FragmentId],
+    ) -> Result<DeletedFragments> {
         debug_assert!(fragments.len() <= MAX_DELETED);
+        let asked = fragments.len();
         let fragments = fragments.to_vec();
-        match self.ask(Request::Delete { deadline, idle, below, fragments }).await? {
-            Answer::Deleted(bytes) => Ok(bytes),
+        match self.ask(Request::Delete { deadline, idle, bound, is_dry, fragments }).await? {
+            Answer::Deleted(deleted) if deleted.fragments as usize <= asked => Ok(deleted),
             _ => Err(self.unexpected()),
         }
     }

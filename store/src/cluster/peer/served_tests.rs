@@ -15,7 +15,8 @@ use super::store::tests::{CODE, flip, fragment};
 use super::{PeerStore, serve};
 use crate::cluster::client::Connection;
 use crate::cluster::protocol::{
-    FragmentId, HAVE, Held, MAX_ASKED, MAX_BODY, MAX_HAVE_BODY, MAX_PUT, Request,
+    DeletedFragments, FragmentId, HAVE, Held, MAX_ASKED, MAX_BODY, MAX_HAVE_BODY, MAX_PUT, Request,
+    StampBound,
 };
 use crate::collection::CollectionNumber;
 use crate::encoding::fragment::{Fragment, encode};
@@ -387,16 +388,16 @@ async fn fragments_are_listed_and_deleted_and_space_is_reserved() {
     let all: Vec<_> = page.iter().map(id).collect();
     let now = other.clock().await.unwrap();
     let until = now.after(Duration::from_secs(60));
-    assert_eq!(
-        other.delete(&all, 60, CollectionNumber::MAX, until).await.unwrap(),
-        0,
-        "the fragments are new"
-    );
+    let deleted = |fragments, bytes| DeletedFragments { fragments, bytes };
+    let young = other.delete(&all, 60, StampBound::ANY, until).await.unwrap();
+    assert_eq!(young, deleted(0, 0), "the fragments are new");
     // A request that is late is refused.
-    let late = other.delete(&all, 0, CollectionNumber::MAX, now).await.unwrap_err();
+    let late = other.delete(&all, 0, StampBound::ANY, now).await.unwrap_err();
     assert_eq!(late.kind(), ErrorKind::Conflict, "{late}");
     assert_eq!(other.usage().await.unwrap().fragments, 2);
-    assert_eq!(other.delete(&all, 0, CollectionNumber::MAX, until).await.unwrap(), 32 << 10);
+    assert_eq!(other.deletable(&all, 0, StampBound::ANY).await.unwrap(), deleted(2, 32 << 10));
+    let gone = other.delete(&all, 0, StampBound::ANY, until).await.unwrap();
+    assert_eq!(gone, deleted(2, 32 << 10));
     assert_eq!(other.usage().await.unwrap().fragments, 0);
     peer.stop().await;
 }

@@ -284,8 +284,11 @@ fn answer(store: &PeerStore, room: &Room, request: Request) -> Result<Answer> {
         Request::GetRange { blob, offset, len } => {
             Answer::Parts(store.get_range(&blob, offset, len)?)
         }
-        Request::Delete { deadline, idle, below, fragments } => {
-            Answer::Deleted(store.delete_before(deadline, &fragments, idle, below)?)
+        Request::Delete { deadline, idle, bound, is_dry: false, fragments } => {
+            Answer::Deleted(store.delete_before(deadline, &fragments, idle, bound)?)
+        }
+        Request::Delete { idle, bound, is_dry: true, fragments, .. } => {
+            Answer::Deleted(store.deletable(&fragments, idle, bound)?)
         }
         Request::Records(after) => Answer::Fragments(store.records(&after)?),
         Request::List { after, most } => Answer::Listed(store.list(&after, most.into())?),

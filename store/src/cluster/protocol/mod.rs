@@ -4,6 +4,7 @@
 //! request has one answer, and answers come in any order. `docs/formats.md` describes the bytes.
 
 mod body;
+mod deletion;
 mod refusal;
 
 use std::time::Duration;
@@ -23,6 +24,7 @@ use crate::net::message::{FAILED, MessageReader, failure_body, malformed, reason
 use self::body::{LEAD, write_head, write_held, write_id};
 
 pub(crate) use self::body::{fragment_len, longest_body, read_request_body};
+pub use self::deletion::{DeletedFragments, StampBound};
 pub use self::refusal::Refusal;
 
 /// The longest body in bytes: the blocks of the longest content, and space for their descriptions.
@@ -178,8 +180,10 @@ pub enum Request {
         /// The minimum idle time in seconds: only fragments that were not stored or renewed for
         /// that long, by the peer's clock, are deleted.
         idle: u32,
-        /// Only fragments with a lower stamp are deleted; [`CollectionNumber::MAX`] for all.
-        below: CollectionNumber,
+        /// What the stamp of a fragment must be.
+        bound: StampBound,
+        /// Whether the fragments are to be counted and not deleted.
+        is_dry: bool,
         /// At most [`MAX_DELETED`].
         fragments: Vec<FragmentId>,
     },
@@ -220,8 +224,8 @@ pub enum Answer {
     Usage(Usage),
     /// The time on the peer's clock.
     Clock(PeerTime),
-    /// The fragments are deleted, and this many bytes of the disk are free again.
-    Deleted(u64),
+    /// The fragments are deleted.
+    Deleted(DeletedFragments),
     /// A page of fragments in the order of their blobs: all fragments of a blob or none. An empty
     /// page is the end.
     Listed(Vec<(BlobId, Held)>),
@@ -281,10 +285,12 @@ impl Request {
                 (HAVE, body)
             }
             Request::Usage => (USAGE, Vec::new()),
-            Request::Delete { deadline: PeerTime(deadline), idle, below, fragments } => {
+            Request::Delete { deadline: PeerTime(deadline), idle, bound, is_dry, fragments } => {
                 let mut body = deadline.to_le_bytes().to_vec();
                 body.extend_from_slice(&idle.to_le_bytes());
-                body.extend_from_slice(&below.0.to_le_bytes());
+                body.extend_from_slice(&bound.below.0.to_le_bytes());
+                body.extend_from_slice(&bound.number.0.to_le_bytes());
+                body.push(u8::from(*is_dry));
                 fragments.iter().for_each(|fragment| write_id(&mut body, fragment));
                 (DELETE, body)
             }
@@ -351,7 +357,9 @@ impl Request {
             GET_FRAGMENT => Request::GetFragment(body.fragment_id()?),
             CLOCK => Request::Clock,
             DELETE => {
-                let (deadline, idle, below) = (PeerTime(body.u64()?), body.u32()?, body.stamp()?);
+                let (deadline, idle) = (PeerTime(body.u64()?), body.u32()?);
+                let bound = StampBound { below: body.stamp()?, number: body.stamp()? };
+                let is_dry = body.flag()?;
                 let mut fragments = Vec::new();
                 while !body.is_empty() {
                     if fragments.len() == MAX_DELETED {
@@ -359,7 +367,7 @@ impl Request {
                     }
                     fragments.push(body.fragment_id()?);
                 }
-                Request::Delete { deadline, idle, below, fragments }
+                Request::Delete { deadline, idle, bound, is_dry, fragments }
             }
             RECORDS => Request::Records(body.blob()?),
             LIST => Request::List { after: body.blob()?, most: body.u16()? },
@@ -423,7 +431,8 @@ impl Answer {
                 body.extend_from_slice(&time.to_le_bytes());
                 TIME
             }
-            Answer::Deleted(bytes) => {
+            Answer::Deleted(DeletedFragments { fragments, bytes }) => {
+                body.extend_from_slice(&fragments.to_le_bytes());
                 body.extend_from_slice(&bytes.to_le_bytes());
                 DELETED
             }
@@ -515,7 +524,10 @@ impl Answer {
                 Answer::Usage(Usage { capacity, used, reserved, fragments })
             }
             TIME => Answer::Clock(PeerTime(body.u64()?)),
-            DELETED => Answer::Deleted(body.u64()?),
+            DELETED => {
+                let (fragments, bytes) = (body.u32()?, body.u64()?);
+                Answer::Deleted(DeletedFragments { fragments, bytes })
+            }
             LISTED => {
                 let mut all = Vec::new();
                 while !body.is_empty() {

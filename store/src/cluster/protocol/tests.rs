@@ -3,7 +3,7 @@ use proptest::prelude::{Just, Strategy, any, prop_assert_eq, prop_oneof, proptes
 
 use super::FragmentPart;
 use super::{Answer, Fragment, Request};
-use super::{FragmentId, Held, PeerTime, Refusal, Usage};
+use super::{DeletedFragments, FragmentId, Held, PeerTime, Refusal, StampBound, Usage};
 use crate::collection::CollectionNumber;
 use crate::encoding::Redundancy;
 use crate::encoding::fragment::{Kind, encode, encode_record};
@@ -78,11 +78,12 @@ fn request() -> impl Strategy<Value = Request> {
         (proptest::option::of(stamp()), vec(blob(), 0..20))
             .prop_map(|(renew, blobs)| Request::Have { renew, blobs }),
         Just(Request::Usage),
-        (any::<u64>(), any::<u32>(), stamp(), vec(fragment_id(), 0..20)).prop_map(
-            |(deadline, idle, below, fragments)| Request::Delete {
+        (any::<(u64, u32, bool)>(), stamp(), stamp(), vec(fragment_id(), 0..20)).prop_map(
+            |((deadline, idle, is_dry), below, number, fragments)| Request::Delete {
                 deadline: PeerTime(deadline),
                 idle,
-                below,
+                bound: StampBound { below, number },
+                is_dry,
                 fragments
             }
         ),
@@ -112,7 +113,9 @@ fn answer() -> impl Strategy<Value = Answer> {
             Answer::Usage(Usage { capacity, used, reserved, fragments })
         }),
         any::<u64>().prop_map(|time| Answer::Clock(PeerTime(time))),
-        any::<u64>().prop_map(Answer::Deleted),
+        any::<(u32, u64)>().prop_map(|(fragments, bytes)| {
+            Answer::Deleted(DeletedFragments { fragments, bytes })
+        }),
         vec((blob(), held()), 0..8).prop_map(Answer::Listed),
         Just(Answer::Reserved),
         (0usize..5, ".{0,40}").prop_map(|(kind, text)| Answer::Failed(FAILURE_KINDS[kind], text)),

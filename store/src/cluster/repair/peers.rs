@@ -10,7 +10,7 @@ use tokio::time::timeout;
 use crate::cluster::client::connection::Connection;
 use crate::cluster::client::pool::ConnectionPool;
 use crate::cluster::placement::members::Member;
-use crate::cluster::protocol::{FragmentId, Held};
+use crate::cluster::protocol::{DeletedFragments, FragmentId, Held, StampBound};
 use crate::collection::CollectionNumber;
 use crate::encoding::SealKeys;
 use crate::encoding::fragment::Fragment;
@@ -107,24 +107,37 @@ impl ConnectedPeers {
         self.pool.ask(self.member(peer)?, records).await
     }
 
-    /// Deletes fragments as [`Peers::delete`] does, if their stamp is below a bound. There is no other
+    /// What [`ConnectedPeers::delete_within`] would delete.
+    pub(crate) async fn deletable(
+        &self,
+        peer: PeerId,
+        fragments: &[FragmentId],
+        bound: StampBound,
+    ) -> Result<DeletedFragments> {
+        let ask = |connection: Arc<Connection>| async move {
+            connection.deletable(fragments, 0, bound).await
+        };
+        self.pool.ask(self.member(&peer)?, ask).await
+    }
+
+    /// Deletes fragments as [`Peers::delete`] does, if their stamp is within a bound. There is no other
     /// way to delete from here.
     ///
     /// It is done under the lease. The peer's clock is read before the permit is asked for. The peer
     /// begins no deletion later than [`DELETION_TIMEOUT`] after that, so the lease that is renewed in
     /// between is still held then. It does not matter how long this process, or its machine, is stopped
     /// at any point.
-    pub(crate) async fn delete_below(
+    pub(crate) async fn delete_within(
         &self,
         peer: PeerId,
         fragments: &[FragmentId],
         idle: u32,
-        below: CollectionNumber,
-    ) -> Result<u64> {
+        bound: StampBound,
+    ) -> Result<DeletedFragments> {
         let delete = |connection: Arc<Connection>| async move {
             let end = connection.clock().await?.after(DELETION_TIMEOUT);
             match (self.permit)().await {
-                true => connection.delete(fragments, idle, below, end).await,
+                true => connection.delete(fragments, idle, bound, end).await,
                 false => Err(Error::LeaseLost),
             }
         };
@@ -169,7 +182,7 @@ impl Peers for ConnectedPeers {
     }
 
     async fn delete(&self, peer: PeerId, fragments: &[FragmentId], idle: u32) -> Result<u64> {
-        self.delete_below(peer, fragments, idle, CollectionNumber::MAX).await
+        Ok(self.delete_within(peer, fragments, idle, StampBound::ANY).await?.bytes)
     }
 }
 

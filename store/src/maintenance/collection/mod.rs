@@ -24,7 +24,9 @@
 
 mod fold;
 #[cfg(test)]
-mod life_tests;
+mod interleaving_tests;
+#[cfg(test)]
+mod life;
 mod mark;
 mod sweep_directory;
 mod sweep_peers;
@@ -39,7 +41,8 @@ use crate::catalog::{CollectionRoots, SpaceHolder};
 use crate::collection::CollectionNumber;
 use crate::error::{Error, Result};
 use crate::id::PeerId;
-use crate::name::SnapshotRef;
+use crate::name::{Selector, SnapshotRef};
+use crate::planted::{Defect, is_planted};
 use crate::repository::Repository;
 
 /// How a collection is carried out.
@@ -148,13 +151,23 @@ struct Collection<'a> {
 impl Collection<'_> {
     fn run(&self) -> Result<CollectionReport> {
         let catalog = self.repository.catalog();
-        let name = |name| catalog.resolve(name).map(|snapshot| snapshot.name());
+        let name = |name: &SnapshotRef| match catalog.resolve(name) {
+            // A mirror may continue a snapshot that was removed.
+            Err(Error::NoSnapshot { .. }) if matches!(name.selector, Selector::Number(_)) => {
+                Ok(name.clone())
+            }
+            found => found.map(|snapshot| snapshot.name()),
+        };
         let give_up: Vec<_> = self.options.give_up.iter().map(name).collect::<Result<_>>()?;
         let number = self.begin()?;
         // After the number was raised: see `catalog::collection`.
         let mut roots = catalog.collection_roots(self.options.dry_run)?;
         let bound = self.bound(number, &roots)?;
-        let Marked { names, count } = mark(self.repository, &roots, &give_up, self.progress)?;
+        let marked = mark(self.repository, &roots, &give_up, self.progress);
+        let Marked { names, count } = match marked {
+            Err(error @ Error::CannotMark { .. }) => return Err(self.why_unmarked(number, error)),
+            marked => marked?,
+        };
         let mut report = CollectionReport {
             number,
             bound,
@@ -202,6 +215,7 @@ impl Collection<'_> {
             0 => number,
             seconds => self.repository.catalog().collection_before(seconds)?,
         };
-        Ok(number.min(graced).min(roots.oldest.unwrap_or(number)))
+        let oldest = roots.oldest.filter(|_| !is_planted(Defect::IgnoreOldestCommit));
+        Ok(number.min(graced).min(oldest.unwrap_or(number)))
     }
 }

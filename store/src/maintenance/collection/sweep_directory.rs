@@ -6,7 +6,7 @@ use crate::durable::sorted_runs::SortedRuns;
 use crate::error::{Error, Result};
 
 /// The blobs that are listed at a time.
-const PAGE: usize = 4096;
+const PAGE: usize = if cfg!(test) { 16 } else { 4096 };
 
 /// The blobs that one transaction deletes. Commits wait for it.
 const MAX_DELETED: usize = 512;

@@ -10,17 +10,18 @@ use std::time::Duration;
 
 use tokio::runtime::{Builder, Runtime};
 
-use super::{Collection, CollectionProgress, CollectionReport, Space};
+use super::{Collection, CollectionProgress, CollectionReport};
 use crate::cluster::list_check::ListCheck;
 use crate::cluster::membership::{self, Health, Peer};
-use crate::cluster::protocol::{FragmentId, Held, MAX_DELETED, MAX_LISTED};
+use crate::cluster::protocol::{FragmentId, Held, MAX_DELETED, MAX_LISTED, StampBound};
 use crate::cluster::repair::{ConnectedPeers, Peers};
 use crate::collection::CollectionNumber;
 use crate::durable::sorted_runs::SortedRuns;
 use crate::encoding::fragment::Kind;
 use crate::error::{Error, Result};
 use crate::id::{BlobId, PeerId};
-use crate::maintenance::unlisted::count_unlisted_snapshots;
+use crate::maintenance::unlisted::{Disagreement, compare_with_records};
+use crate::planted::{Defect, is_planted};
 
 /// How often snapshots that only the peers know are looked for. An image that is being created is one
 /// of them for a moment.
@@ -37,14 +38,9 @@ impl Collection<'_> {
         marked: &SortedRuns<32>,
         report: &mut CollectionReport,
     ) -> Result<()> {
-        let documents = self.repository.documents();
-        let security = self.repository.security().ok_or(Error::NoCluster)?;
-        let (peers, _) = membership::peers(documents)?;
-        let members = peers.iter().filter_map(Peer::member);
-        let permit = self.lease.permit();
-        let connected = ConnectedPeers::new(members, security.clone(), permit, report.number);
-        let (connected, runtime) = (Arc::new(connected), runtime()?);
+        let (connected, peers, runtime) = self.connect(report.number)?;
         self.check_listed(&connected, &runtime, &peers)?;
+        (self.progress)(CollectionProgress::Sweeping { seen: 0, freed: 0 });
         let is_live = |peer: &&Peer| matches!(peer.health, Health::Up | Health::Draining);
         self.repository.blobs().raise_stamp(report.number);
         for peer in &peers {
@@ -61,7 +57,30 @@ impl Collection<'_> {
         self.fold_records(&connected, &runtime, &peers, report)
     }
 
-    /// Fails if the peers have records of snapshots that the catalog does not have.
+    fn connect(
+        &self,
+        number: CollectionNumber,
+    ) -> Result<(Arc<ConnectedPeers>, Vec<Peer>, Runtime)> {
+        let security = self.repository.security().ok_or(Error::NoCluster)?;
+        let (peers, _) = membership::peers(self.repository.documents())?;
+        let members = peers.iter().filter_map(Peer::member);
+        let connected = ConnectedPeers::new(members, security.clone(), self.lease.permit(), number);
+        Ok((Arc::new(connected), peers, runtime()?))
+    }
+
+    /// The error of a mark that has failed. If the catalog was restored from an older copy, it has
+    /// snapshots whose content is gone, because they were removed.
+    pub(super) fn why_unmarked(&self, number: CollectionNumber, error: Error) -> Error {
+        let Ok((connected, peers, runtime)) = self.connect(number) else { return error };
+        let compared = compare_with_records(self.repository.catalog(), &connected, &peers);
+        match runtime.block_on(compared) {
+            Ok(Disagreement { revived: snapshots @ 1.., .. }) => Error::Revived { snapshots },
+            _ => error,
+        }
+    }
+
+    /// Fails if the peers have records of snapshots that the catalog does not have, or tombstones of
+    /// snapshots that it has.
     fn check_listed(
         &self,
         connected: &ConnectedPeers,
@@ -70,10 +89,14 @@ impl Collection<'_> {
     ) -> Result<()> {
         let catalog = self.repository.catalog();
         for look in 1.. {
-            let unlisted = count_unlisted_snapshots(catalog, connected, peers);
-            match runtime.block_on(unlisted)? {
-                0 => break,
-                snapshots if look == LOOKS => return Err(Error::Unlisted { snapshots }),
+            let compared = compare_with_records(catalog, connected, peers);
+            let Disagreement { unlisted, revived } = runtime.block_on(compared)?;
+            let is_planted = is_planted(Defect::AcceptOlderCatalog);
+            match (unlisted, revived) {
+                (0, 0) => break,
+                _ if is_planted => break,
+                (_, 1..) => return Err(Error::Revived { snapshots: revived }),
+                _ if look == LOOKS => return Err(Error::Unlisted { snapshots: unlisted }),
                 _ => thread::sleep(LOOK_INTERVAL),
             }
         }
@@ -99,7 +122,8 @@ impl Collection<'_> {
             let mut garbage = Vec::new();
             for (blob, held) in page {
                 let is_marked = marked.seek(blob.as_bytes())?.as_ref() == Some(blob.as_bytes());
-                match is_marked || held.kind == Kind::Record {
+                let is_record = held.kind == Kind::Record && !is_planted(Defect::SweepTombstones);
+                match is_marked || is_record {
                     true => report.live.add(held.len.into()),
                     false => garbage.push((fragment_of(blob, &held), held.len.into())),
                 }
@@ -123,20 +147,17 @@ impl Collection<'_> {
     ) -> Result<()> {
         let (objects, bytes) =
             (garbage.len() as u64, garbage.iter().map(|(_, bytes)| bytes).sum::<u64>());
-        let mut freed = Space { objects, bytes };
-        if !self.options.dry_run {
-            if !(self.proceed)() {
-                return Err(Error::LeaseLost);
-            }
-            let fragments: Vec<_> = garbage.iter().map(|(fragment, _)| *fragment).collect();
-            freed.bytes = connected.delete_below(*peer, &fragments, 0, bound).await?;
-            // The peer only says how many bytes are free again.
-            let share = freed.bytes.min(bytes) as f64 / bytes.max(1) as f64;
-            freed.objects = (objects as f64 * share).round() as u64;
-        }
-        report.freed.objects += freed.objects;
+        let fragments: Vec<_> = garbage.iter().map(|(fragment, _)| *fragment).collect();
+        let bound = StampBound { below: bound, number: report.number };
+        let freed = match self.options.dry_run {
+            true => connected.deletable(*peer, &fragments, bound).await?,
+            false if !(self.proceed)() => return Err(Error::LeaseLost),
+            false => connected.delete_within(*peer, &fragments, 0, bound).await?,
+        };
+        let freed_objects = u64::from(freed.fragments).min(objects);
+        report.freed.objects += freed_objects;
         report.freed.bytes += freed.bytes;
-        report.waiting.objects += objects - freed.objects;
+        report.waiting.objects += objects - freed_objects;
         report.waiting.bytes += bytes.saturating_sub(freed.bytes);
         Ok(())
     }

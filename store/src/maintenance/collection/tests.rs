@@ -56,7 +56,7 @@ impl Site {
         Repository::open(&self.url()).unwrap()
     }
 
-    fn catalog(&self) -> PathBuf {
+    pub(super) fn catalog(&self) -> PathBuf {
         self.0.path().join("catalog.db")
     }
 

@@ -12,6 +12,7 @@ use super::{Index, Slot, free, highest_collection, lock, slot_of};
 use crate::collection::CollectionNumber;
 use crate::error::Result;
 use crate::id::BlobId;
+use crate::planted::{Defect, is_planted};
 
 /// The most ranges of freed space that are read at a time.
 const MAX_FREED: u32 = 1024;
@@ -86,7 +87,8 @@ impl Index {
         let mut writer = lock(&self.writer);
         let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
         let (mut blobs, mut bytes) = (0, 0);
-        if highest_collection(&transaction)? == number {
+        let is_current = highest_collection(&transaction)? == number;
+        if is_current || is_planted(Defect::EarlierDeletion) {
             for id in ids {
                 if let Some(removed) = remove(&transaction, id, Some(below))? {
                     (blobs, bytes) = (blobs + 1, bytes + removed.space);

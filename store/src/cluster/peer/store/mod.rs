@@ -69,8 +69,7 @@ use self::reclaim::reclaim;
 use self::running_time::{Elapsed, since_now};
 use self::storing::Staged;
 use self::table::{DATABASE, Deleted, ScrubRecord, Table};
-use crate::cluster::protocol::{FragmentId, PeerTime, Usage};
-use crate::collection::CollectionNumber;
+use crate::cluster::protocol::{DeletedFragments, FragmentId, PeerTime, StampBound, Usage};
 use crate::durable::data_directory::DataDirectory;
 use crate::durable::sync::SegmentSync;
 use crate::error::{Error, Result};
@@ -272,18 +271,32 @@ impl PeerStore {
     /// last `idle` seconds. Returns the bytes that were freed on the disk. The deletion is durable
     /// when this returns.
     pub fn delete(&self, fragments: &[FragmentId], idle: u32) -> Result<u64> {
-        self.delete_before(PeerTime(u64::MAX), fragments, idle, CollectionNumber::MAX)
+        Ok(self.delete_before(PeerTime(u64::MAX), fragments, idle, StampBound::ANY)?.bytes)
     }
 
-    /// Deletes those fragments like [`PeerStore::delete`] whose stamp is below a bound, unless the
+    /// What [`PeerStore::delete_before`] would delete. Fragments that are not in the table yet do not
+    /// count.
+    pub fn deletable(
+        &self,
+        fragments: &[FragmentId],
+        idle: u32,
+        bound: StampBound,
+    ) -> Result<DeletedFragments> {
+        self.settle(false)?;
+        let found = self.table.deletable(fragments, idle, bound.below)?;
+        let bytes = found.iter().map(KnownFragment::space).sum();
+        Ok(DeletedFragments { fragments: found.len() as u32, bytes })
+    }
+
+    /// Deletes those fragments like [`PeerStore::delete`] whose stamp is within a bound, unless the
     /// deadline is over.
     pub fn delete_before(
         &self,
         deadline: PeerTime,
         fragments: &[FragmentId],
         idle: u32,
-        below: CollectionNumber,
-    ) -> Result<u64> {
+        bound: StampBound,
+    ) -> Result<DeletedFragments> {
         // With both locks held, no fragment becomes known and no put starts to rely on one.
         let _flushing = self.flushing.lock().expect("no thread panics during a flush");
         let log = self.log();
@@ -304,10 +317,10 @@ impl PeerStore {
             let used: HashSet<_> = staged.chain(log.current()).collect();
             (unused, used, state.staged.is_empty())
         };
-        let Deleted { known: mut deleted, bad } = self.table.delete(&unused, idle, below)?;
+        let Deleted { known: mut deleted, bad } = self.table.delete(&unused, idle, bound)?;
         self.uncount(&deleted);
         deleted.extend(bad);
-        let freed = reclaim(&self.files, &self.key, &self.table, &deleted, quiet);
+        let bytes = reclaim(&self.files, &self.key, &self.table, &deleted, quiet);
         let segments: HashSet<_> = deleted.iter().map(|one| one.place.segment).collect();
         for number in segments.difference(&used) {
             if self.table.is_empty(*number)? {
@@ -317,7 +330,7 @@ impl PeerStore {
                 self.table.forget_segment(*number)?;
             }
         }
-        Ok(freed)
+        Ok(DeletedFragments { fragments: deleted.len() as u32, bytes })
     }
 
     /// Subtracts fragments from the counts of known fragments.

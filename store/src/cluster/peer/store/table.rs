@@ -23,7 +23,7 @@ use rusqlite::{Connection, OptionalExtension, Row, Transaction, TransactionBehav
 
 use super::group::{KnownFragment, LogPosition};
 use super::running_time::{Elapsed, RunningTime};
-use crate::cluster::protocol::FragmentId;
+use crate::cluster::protocol::{FragmentId, StampBound};
 use crate::collection::CollectionNumber;
 use crate::durable::database;
 use crate::encoding::Seal;
@@ -287,40 +287,25 @@ impl Table {
     }
 
     /// Removes fragments that no client has stored or renewed for `idle` seconds, and whose stamp
-    /// is below a bound. Returns the removed ones. The removal is durable when this returns.
+    /// is within a bound. Returns the removed ones. The removal is durable when this returns.
     pub(super) fn delete(
         &self,
         all: &[FragmentId],
         idle: u32,
-        below: CollectionNumber,
+        bound: StampBound,
     ) -> Result<Deleted> {
-        let until = match idle {
-            0 => i64::MAX,
-            seconds => self.now() - i64::from(seconds) - RENEWAL_SECONDS,
-        };
+        let until = self.idle_since(idle);
         let mut writer = lock(&self.writer);
         let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
         let mut deleted = Deleted::default();
-        for FragmentId { blob, encoding, index } in all {
-            let mut found = Vec::new();
-            {
-                let mut query = transaction.prepare_cached(
-                    "SELECT place, number, description, stamp, bad FROM fragments
-                     WHERE blob = ? AND number = ? AND touched <= ?",
-                )?;
-                let mut rows = query.query(params![blob.as_bytes(), index, until])?;
-                while let Some(row) = rows.next()? {
-                    let is_bad: bool = row.get(4)?;
-                    let one = known(row)?;
-                    let is_free =
-                        |one: &KnownFragment| below == CollectionNumber::MAX || one.stamp < below;
-                    found.extend(one.filter(is_free).map(|one| (one, is_bad)));
-                }
-            }
-            for (one, is_bad) in found {
-                if one.description.id() == *encoding {
+        for id in all {
+            for (one, is_bad) in removable(&transaction, id, until)? {
+                if is_below(&one, bound.below) {
                     remove(&transaction, one.place)?;
                     if is_bad { &mut deleted.bad } else { &mut deleted.known }.push(one);
+                } else if one.stamp == CollectionNumber::MAX {
+                    // Whoever relies on it began before this collection.
+                    set_stamp(&transaction, one.place, bound.number)?;
                 }
             }
         }
@@ -328,6 +313,66 @@ impl Table {
         transaction.commit()?;
         Ok(deleted)
     }
+
+    /// The fragments that [`Table::delete`] would remove.
+    pub(super) fn deletable(
+        &self,
+        all: &[FragmentId],
+        idle: u32,
+        below: CollectionNumber,
+    ) -> Result<Vec<KnownFragment>> {
+        let (until, reader) = (self.idle_since(idle), lock(&self.reader));
+        let mut found = Vec::new();
+        for id in all {
+            let own = removable(&reader, id, until)?.into_iter().map(|(one, _)| one);
+            found.extend(own.filter(|one| is_below(one, below)));
+        }
+        Ok(found)
+    }
+
+    /// The latest age of a fragment that was idle for so long.
+    fn idle_since(&self, idle: u32) -> i64 {
+        match idle {
+            0 => i64::MAX,
+            seconds => self.now() - i64::from(seconds) - RENEWAL_SECONDS,
+        }
+    }
+}
+
+/// The fragments with this id that were last touched by `until`, and whether each of them is bad.
+fn removable(
+    connection: &Connection,
+    FragmentId { blob, encoding, index }: &FragmentId,
+    until: i64,
+) -> Result<Vec<(KnownFragment, bool)>> {
+    let mut query = connection.prepare_cached(
+        "SELECT place, number, description, stamp, bad FROM fragments
+         WHERE blob = ? AND number = ? AND touched <= ?",
+    )?;
+    let mut rows = query.query(params![blob.as_bytes(), index, until])?;
+    let mut found = Vec::new();
+    while let Some(row) = rows.next()? {
+        let is_bad: bool = row.get(4)?;
+        let one = known(row)?.filter(|one| one.description.id() == *encoding);
+        found.extend(one.map(|one| (one, is_bad)));
+    }
+    Ok(found)
+}
+
+/// Whether the stamp of a fragment is below a bound.
+fn is_below(one: &KnownFragment, below: CollectionNumber) -> bool {
+    below == CollectionNumber::MAX || one.stamp < below
+}
+
+fn set_stamp(
+    transaction: &Transaction<'_>,
+    place: LogPosition,
+    stamp: CollectionNumber,
+) -> Result<()> {
+    let mut update =
+        transaction.prepare_cached("UPDATE fragments SET stamp = ? WHERE place = ?")?;
+    update.execute(params![stamp.0, place.number()])?;
+    Ok(())
 }
 
 /// Adds a fragment. Its stamp is at least that of the same fragment in the table before.
