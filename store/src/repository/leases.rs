@@ -4,8 +4,8 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread;
-use std::time::Duration;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
 
 use crate::catalog::{Catalog, LEASED_SECONDS};
 use crate::documents::Documents;
@@ -16,8 +16,15 @@ use crate::sys;
 /// The interval between two renewals.
 const RENEW_INTERVAL: Duration = Duration::from_secs(LEASED_SECONDS as u64 / 10);
 
-/// The leases of a repository's handles.
-pub(crate) struct Leases(Arc<Shared>);
+/// How long the drop of a repository waits for the renewal that is under way. A catalog may not answer.
+const END_LIMIT: Duration = Duration::from_secs(2);
+
+/// The leases of a repository's handles. When they are dropped, no thread uses the catalog any more.
+pub(crate) struct Leases {
+    shared: Arc<Shared>,
+    /// The thread that renews, or has renewed.
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
 
 struct Shared {
     catalog: Catalog,
@@ -42,7 +49,7 @@ pub(crate) struct Lease {
 impl Leases {
     pub(crate) fn new(documents: Arc<dyn Documents>) -> Leases {
         let (catalog, state, wake) = (Catalog::new(documents), Mutex::default(), Condvar::new());
-        Leases(Arc::new(Shared { catalog, state, wake }))
+        Leases { shared: Arc::new(Shared { catalog, state, wake }), thread: Mutex::default() }
     }
 
     /// Renews the document that `create` has just created. `key` is the key for its id.
@@ -53,15 +60,18 @@ impl Leases {
     ) -> Result<(Lease, T)> {
         let random = sys::random().map_err(|e| Error::io("reading", "/dev/urandom".as_ref(), e))?;
         let id = LeaseId::from_bytes(random);
-        let lease = Lease { shared: Arc::clone(&self.0), key: key(&id), id };
-        let created = create(&self.0.catalog, &id)?;
-        let mut state = self.0.state();
+        let lease = Lease { shared: Arc::clone(&self.shared), key: key(&id), id };
+        let created = create(&self.shared.catalog, &id)?;
+        let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.shared.state();
         state.held.insert(lease.key.clone(), true);
         if !state.is_running {
-            let shared = Arc::clone(&self.0);
+            let shared = Arc::clone(&self.shared);
             let started =
                 thread::Builder::new().name("leases".into()).spawn(move || shared.renew());
-            started.map_err(|e| Error::io("starting", "a thread".as_ref(), e))?;
+            let started = started.map_err(|e| Error::io("starting", "a thread".as_ref(), e))?;
+            // The one before has left its loop.
+            *thread = Some(started);
             state.is_running = true;
         }
         drop(state);
@@ -71,7 +81,21 @@ impl Leases {
     /// Renews all documents at once.
     #[cfg(test)]
     pub(super) fn renew_all(&self) {
-        self.0.renew_all();
+        self.shared.renew_all();
+    }
+}
+
+impl Drop for Leases {
+    fn drop(&mut self) {
+        // Whoever holds a lease holds the repository: all of them have ended.
+        self.shared.state().held.clear();
+        self.shared.wake.notify_all();
+        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let Some(thread) = thread else { return };
+        let end = Instant::now() + END_LIMIT;
+        while !thread.is_finished() && Instant::now() < end {
+            thread::sleep(Duration::from_millis(1));
+        }
     }
 }
 

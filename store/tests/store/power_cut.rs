@@ -196,7 +196,8 @@ fn check_content(
     let state_of = |number| snapshots.iter().find(|s| s.number == number).map(|s| s.state);
     for number in reported.all("published") {
         let state = state_of(number);
-        assert_eq!(state, Some(SnapshotState::Stable), "snapshot {number}, which was published");
+        let what = format!("snapshot {number}, which was published: {images:?}, {snapshots:?}");
+        assert_eq!(state, Some(SnapshotState::Stable), "{what}");
     }
     for number in reported.all("begun") {
         assert!(state_of(number).is_some(), "snapshot {number} was announced and is lost");
