@@ -172,6 +172,19 @@ pub(super) struct ImageDocument {
     /// The counts of the image's snapshots. They are all 0 in a record.
     #[serde(default)]
     pub(super) index: SnapshotIndex,
+    /// The summary of removals that was stored last; `None` in a record.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) summary: Option<StoredSummary>,
+}
+
+/// A summary of removals that the peers have with its full redundancy.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct StoredSummary {
+    /// The collection that was current when this was noted.
+    pub(crate) collection: CollectionNumber,
+    /// The name of its record.
+    #[serde(with = "text")]
+    pub(crate) record: BlobId,
 }
 
 impl ImageDocument {

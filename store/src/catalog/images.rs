@@ -86,6 +86,7 @@ impl Draft {
             removing: false,
             restored: 0,
             index: SnapshotIndex::default(),
+            summary: None,
         };
         let snapshot = SnapshotDocument {
             parent: None,

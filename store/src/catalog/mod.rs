@@ -60,6 +60,7 @@ use std::time::{Duration, Instant};
 pub(crate) use self::available::Available;
 pub(crate) use self::collection::{CollectionRoots, CommitBasis, LEASED_SECONDS, commit_key};
 pub use self::collection::{CompletedCollection, SpaceHolder};
+pub(crate) use self::documents::StoredSummary;
 pub use self::edits::{MAX_LABELS, SnapshotEdit};
 pub use self::forgetting::MirrorUse;
 pub(crate) use self::forgetting::UnusedRule;

@@ -89,7 +89,11 @@ impl Record {
             format: FORMAT.to_owned(),
             version: VERSION,
             image_name: image_name.clone(),
-            image: ImageDocument { index: SnapshotIndex::default(), ..image.clone() },
+            image: ImageDocument {
+                index: SnapshotIndex::default(),
+                summary: None,
+                ..image.clone()
+            },
             number,
             snapshot: None,
             recorded: now(),

@@ -10,12 +10,13 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 use super::Catalog;
-use super::documents::{IMAGES, ImageDocument, MIRRORS, MirrorDocument, image_key};
+use super::collection::{COLLECTION, current};
+use super::documents::{IMAGES, ImageDocument, MIRRORS, MirrorDocument, StoredSummary, image_key};
 use super::records::Record;
 use crate::collection::CollectionNumber;
-use crate::documents::Query;
+use crate::documents::{Change, Query};
 use crate::error::{Error, Result};
-use crate::id::{ImageId, MirrorId};
+use crate::id::{BlobId, ImageId, MirrorId};
 use crate::name::ImageName;
 
 /// The most ranges of a summary. Numbers of snapshots that exist, and numbers that no snapshot has got,
@@ -110,7 +111,8 @@ impl From<NumberRanges> for Vec<(u64, u64)> {
 
 /// What the catalog has, as far as it decides which records are needed.
 pub(crate) struct RecordsInUse {
-    pub(crate) images: HashMap<ImageId, ImageName>,
+    /// The images, each with the summary of its removals that is noted.
+    pub(crate) images: HashMap<ImageId, (ImageName, Option<StoredSummary>)>,
     /// The parents of mirrors. A rebuild learns from the record of a parent, removed or not, what the
     /// mirror's content is.
     pub(crate) parents: HashSet<(ImageId, u64)>,
@@ -124,7 +126,8 @@ impl Catalog {
             (HashMap::new(), HashSet::new(), HashSet::new());
         self.documents.scan(&[IMAGES, MIRRORS], &mut |key, document| {
             if let Some(name) = key.strip_prefix(IMAGES) {
-                images.insert(document.decode::<ImageDocument>(key)?.id, name.parse()?);
+                let image: ImageDocument = document.decode(key)?;
+                images.insert(image.id, (name.parse()?, image.summary));
             } else {
                 let mirror: MirrorDocument = document.decode(key)?;
                 parents.insert((mirror.image_id, mirror.parent));
@@ -147,6 +150,27 @@ impl Catalog {
         let view = self.read(&[Query::key(&key)])?;
         let image = view.get::<ImageDocument>(&key)?.filter(|one| one.id == *id && !one.removing);
         Ok(image.map(|image| Record::summary(name, &image, summary)))
+    }
+
+    /// Notes that the peers have a summary, unless a later collection has begun: then a process that
+    /// reads all records may have read some peers before they got the summary.
+    pub(crate) fn note_summary(
+        &self,
+        name: &ImageName,
+        id: &ImageId,
+        record: BlobId,
+        collection: CollectionNumber,
+    ) -> Result<()> {
+        let key = image_key(name);
+        self.change(&[Query::key(&key), Query::key(COLLECTION)], |view| {
+            let image = view.get::<ImageDocument>(&key)?;
+            let image = image.filter(|one| one.id == *id && !one.removing);
+            let (Some(image), true) = (image, current(view)? == collection) else {
+                return Ok((Change::default(), ()));
+            };
+            let summary = Some(StoredSummary { collection, record });
+            Ok((Change::default().put(&key, &ImageDocument { summary, ..image }), ()))
+        })
     }
 }
 

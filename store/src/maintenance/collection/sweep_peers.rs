@@ -30,6 +30,9 @@ const LOOKS: u32 = 5;
 /// The pause between two looks.
 const LOOK_INTERVAL: Duration = Duration::from_secs(2);
 
+/// The most bytes of a fragment on a disk beyond its block.
+const MAX_PADDING: u64 = 64 << 10;
+
 impl Collection<'_> {
     /// Deletes the fragments that are not marked and whose stamp is below the bound, from all peers
     /// that answer.
@@ -155,8 +158,10 @@ impl Collection<'_> {
             false => connected.delete_within(*peer, &fragments, 0, bound).await?,
         };
         let freed_objects = u64::from(freed.fragments).min(objects);
+        // A block takes whole pages of the file system. What a peer claims beyond that is not counted.
+        let most = bytes.saturating_add(objects * MAX_PADDING);
         report.freed.objects += freed_objects;
-        report.freed.bytes += freed.bytes;
+        report.freed.bytes += freed.bytes.min(most);
         report.waiting.objects += objects - freed_objects;
         report.waiting.bytes += bytes.saturating_sub(freed.bytes);
         Ok(())

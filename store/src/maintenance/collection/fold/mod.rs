@@ -36,7 +36,7 @@ use tokio::runtime::Runtime;
 use self::decide::{ImageFold, ListedSummary, RecordKind};
 use self::listing::{Entry, Listing, Subject};
 use super::{Collection, CollectionReport};
-use crate::catalog::{RecordsInUse, RemovalSummary};
+use crate::catalog::{RecordsInUse, RemovalSummary, StoredSummary};
 use crate::cluster::membership::{Health, Peer};
 use crate::cluster::protocol::{FragmentId, MAX_DELETED};
 use crate::cluster::repair::ConnectedPeers;
@@ -117,11 +117,11 @@ impl Fold<'_> {
                 }
                 Subject::Image(image) => image,
             };
-            let (is_removed, summaries) =
-                (self.has_enough(&head, RecordKind::ImageRemoval), self.summaries(&head, listing));
-            let name = self.in_use.images.get(&image);
-            let parents = &self.in_use.parents;
-            let mut fold = ImageFold::new(image, name.is_some(), is_removed, &summaries, parents);
+            let is_removed = self.has_enough(&head, RecordKind::ImageRemoval);
+            let (listed, parents) = (self.in_use.images.get(&image), &self.in_use.parents);
+            let noted = listed.and_then(|(_, noted)| noted.as_ref());
+            let summaries = self.summaries(&head, listing, noted);
+            let mut fold = ImageFold::new(image, listed.is_some(), is_removed, &summaries, parents);
             for entry in &head {
                 if fold.see(entry.number, entry.kind, &entry.fragment.blob) {
                     self.delete(entry)?;
@@ -133,8 +133,17 @@ impl Fold<'_> {
                 }
                 next = entries.next()?;
             }
-            if let Some((summary, name)) = fold.end().zip(name) {
-                self.put_summary(&image, name, summary)?;
+            let Some((name, _)) = listed else { continue };
+            let newest = summaries.iter().max_by_key(|one| one.summary.collection);
+            match (fold.end(), newest) {
+                (Some(summary), _) => self.put_summary(&image, name, summary)?,
+                // Whoever has stored it could not note it, or the catalog was rebuilt.
+                (None, Some(newest)) if noted.is_none_or(|one| one.record != newest.record) => {
+                    if self.is_whole(&head, &newest.record) {
+                        self.note_summary(&image, name, newest.record)?;
+                    }
+                }
+                (None, _) => {}
             }
         }
         let peers: Vec<PeerId> = self.garbage.keys().copied().collect();
@@ -156,8 +165,13 @@ impl Fold<'_> {
         wanted.is_some_and(|wanted| peers.intersection(&self.up).count() >= wanted)
     }
 
-    /// The summaries among the first records of an image.
-    fn summaries(&self, head: &[Entry], listing: &Listing) -> Vec<ListedSummary> {
+    /// The summaries among the first records of an image, for which this one is noted.
+    fn summaries(
+        &self,
+        head: &[Entry],
+        listing: &Listing,
+        noted: Option<&StoredSummary>,
+    ) -> Vec<ListedSummary> {
         let mut all: Vec<ListedSummary> = Vec::new();
         for entry in head.iter().filter(|entry| entry.kind == RecordKind::Summary) {
             let record = entry.fragment.blob;
@@ -165,8 +179,9 @@ impl Fold<'_> {
                 continue;
             }
             let summary = listing.summaries[&record].clone();
-            let is_earlier = summary.collection < self.report.number;
-            let is_settled = is_earlier && self.is_whole(head, &record);
+            let is_earlier =
+                |one: &StoredSummary| one.record == record && one.collection < self.report.number;
+            let is_settled = noted.is_some_and(is_earlier) && self.is_whole(head, &record);
             all.push(ListedSummary { record, summary, is_settled });
         }
         all
@@ -207,10 +222,23 @@ impl Fold<'_> {
         let Some(record) = repository.catalog().summary_record(name, image, summary)? else {
             return Ok(());
         };
-        if let Err(error) = repository.put_record(record, SnapshotState::Stable) {
-            tracing::warn!(%name, %error, "tombstones stay: their summary cannot be stored");
+        match repository.put_record(record, SnapshotState::Stable) {
+            Ok(record) => record.map_or(Ok(()), |record| self.note_summary(image, name, record)),
+            Err(error) => {
+                tracing::warn!(%name, %error, "tombstones stay: their summary cannot be stored");
+                Ok(())
+            }
         }
-        Ok(())
+    }
+
+    fn note_summary(&self, image: &ImageId, name: &ImageName, record: BlobId) -> Result<()> {
+        match self.collection.options.dry_run {
+            true => Ok(()),
+            false => {
+                let catalog = self.collection.repository.catalog();
+                catalog.note_summary(name, image, record, self.report.number)
+            }
+        }
     }
 
     fn delete(&mut self, entry: &Entry) -> Result<()> {
