@@ -58,6 +58,8 @@ pub(crate) enum Case {
     Clients,
     /// Rebuilding the fragments of a lost peer over a limited link.
     Rebuild,
+    /// Exporting a snapshot over a limited link, and to the local disk, compared with a plain writer.
+    Export,
     /// A catalog of a million snapshots, compared with one of a thousand.
     Scale,
     /// A disk image and a second version of it in a repository, compared with restic and borg.
@@ -77,6 +79,7 @@ impl Case {
             Case::Redundancy => "redundancy",
             Case::Clients => "clients",
             Case::Rebuild => "rebuild",
+            Case::Export => "export",
             Case::Scale => "scale",
             Case::Backup => "backup",
             Case::Gc => "gc",
@@ -93,6 +96,7 @@ impl Case {
                 Case::Redundancy,
                 Case::Clients,
                 Case::Rebuild,
+                Case::Export,
                 Case::Scale,
                 Case::Backup,
                 Case::Gc,

@@ -7,6 +7,7 @@
 //!           redundancy ─┤   load     the requests of a guest, and their latencies
 //!           clients ────┤   cluster  peers as processes, limited links, and test data
 //!           rebuild ────┤
+//!           export ─────┤
 //!           scale ──────┤
 //!           backup ─────┤
 //!           gc ─────────┤
@@ -25,6 +26,7 @@ mod clients;
 mod cluster;
 mod cost;
 mod disk;
+mod export;
 mod gc;
 mod io;
 mod load;
@@ -59,6 +61,7 @@ fn main() -> Result<()> {
             Case::Redundancy => redundancy::run(&site, &args)?,
             Case::Clients => clients::run(&site, &args)?,
             Case::Rebuild => rebuild::run(&site, &args)?,
+            Case::Export => export::run(&site, &args)?,
             Case::Scale => scale::run(&site, &args)?,
             Case::Backup => backup::run(&site, &args)?,
             Case::Gc => gc::run(&site, &args)?,

@@ -60,6 +60,15 @@ impl Site {
         Ok(site)
     }
 
+    /// `cairn`, in a network namespace if one is named.
+    pub(crate) fn cairn_in(&self, namespace: Option<&str>) -> Command {
+        let Some(namespace) = namespace else { return Command::new(&self.cairn) };
+        // `ip` replaces itself by the program, so the process id is that of the program.
+        let mut command = Command::new("ip");
+        command.args(["netns", "exec", namespace]).arg(&self.cairn);
+        command
+    }
+
     /// A directory for the files of one measurement.
     pub(crate) fn area(&self) -> Result<Area> {
         // The name differs from those of earlier runs, because ext4 chooses the place of a

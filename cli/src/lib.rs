@@ -8,11 +8,13 @@
 //! ```
 
 mod args;
+mod buffer;
 mod collect;
 mod control;
 mod drain;
 mod export;
 mod failure;
+mod image_format;
 mod images;
 mod import;
 mod keys;
@@ -80,9 +82,10 @@ fn execute(cli: Cli) -> Outcome {
             let (repository, note) = images::config(open_or_create()?, &options)?;
             images::create(&repository, &image, geometry, note.as_deref(), style)
         }
-        Command::Import { file, image, options } => {
+        Command::Import { file, image, format, options } => {
             let (repository, note) = images::config(open_or_create()?, &options)?;
-            let options = import::Options { chunk_size: options.chunk_size, note, style };
+            let chunk_size = options.chunk_size;
+            let options = import::Options { chunk_size, format, note, style };
             import::import(&repository, &file, &image, &options)
         }
         Command::Ls(args) => ls::ls(&open()?, &args, style),
@@ -91,8 +94,9 @@ fn execute(cli: Cli) -> Outcome {
         Command::Resize { image, size, control } => {
             images::resize(&open()?, &image, size, control.as_deref(), style)
         }
-        Command::Export { snapshot, file, force } => {
-            export::export(&open()?, &snapshot, &file, force, style)
+        Command::Export { snapshot, file, base, force, restart } => {
+            let options = export::Options { base, force, restart, style };
+            export::export(&open()?, &snapshot, &file, &options)
         }
         Command::Rm { name, force } => images::rm(&open()?, &name, force, style),
         Command::Tag { snapshot, label, remove } => {

@@ -95,5 +95,5 @@ pub use snapshot::{
     Consistency, Image, MirrorOwner, MirrorParent, MirrorRecord, Mode, NewSnapshot, Snapshot,
     SnapshotState,
 };
-pub use tree::{Changes, Chunks, Root, TreeUpdate};
+pub use tree::{Changes, Chunks, Difference, Differences, Root, TreeUpdate};
 pub use zero::is_zero;

@@ -1,9 +1,9 @@
-//! A catalog with one peer: `cairn serve --catalog` with a directory that may have documents, and
-//! `cairn serve --catalog ADDRESS` with an empty one.
+//! A catalog with peers: `cairn serve --catalog` with a directory that may have documents, and
+//! `cairn serve --catalog ADDRESS` with empty ones.
 
 use std::io::{BufRead, BufReader};
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 
 use anyhow::{Context, Result};
 use serde_json::Value;
@@ -13,19 +13,40 @@ use crate::site::{Area, Site};
 
 pub(crate) struct Catalog {
     server: Server,
-    _peer: Server,
+    _peers: Vec<Server>,
     pub(crate) address: String,
 }
+
+/// Where servers listen: a network namespace, if one is named, and an address.
+pub(crate) type Host<'a> = (Option<&'a str>, &'a str);
+
+/// This machine.
+const LOOPBACK: Host<'static> = (None, "127.0.0.1");
 
 impl Catalog {
     /// Starts the catalog in this directory and its peer, on plain TCP.
     pub(crate) fn start(site: &Site, area: &Area, data: &Path) -> Result<Catalog> {
+        Catalog::with_peers(1, site, area, data, LOOPBACK)
+    }
+
+    /// Starts the catalog in this directory and its peers, on plain TCP.
+    pub(crate) fn with_peers(
+        count: usize,
+        site: &Site,
+        area: &Area,
+        data: &Path,
+        host: Host<'_>,
+    ) -> Result<Catalog> {
         let name = data.file_name().and_then(|name| name.to_str()).unwrap_or("catalog");
-        let (server, address) = serve(site, &area.path(&format!("{name}.log")), data, None)?;
-        let peer = format!("{name}-peer");
-        let log = area.path(&format!("{peer}.log"));
-        let (peer, _) = serve(site, &log, &area.path(&peer), Some(&address))?;
-        Ok(Catalog { server, _peer: peer, address })
+        let log = area.path(&format!("{name}.log"));
+        let (server, address) = serve(site, &log, data, None, host)?;
+        let peers = (0..count).map(|number| {
+            let peer = format!("{name}-peer{number}");
+            let log = area.path(&format!("{peer}.log"));
+            Ok(serve(site, &log, &area.path(&peer), Some(&address), host)?.0)
+        });
+        let _peers = peers.collect::<Result<_>>()?;
+        Ok(Catalog { server, _peers, address })
     }
 
     pub(crate) fn pid(&self) -> u32 {
@@ -34,9 +55,15 @@ impl Catalog {
 }
 
 /// Starts a catalog, or a peer of the catalog at an address. Returns the address where it listens.
-fn serve(site: &Site, log: &Path, data: &Path, catalog: Option<&str>) -> Result<(Server, String)> {
-    let mut command = Command::new(&site.cairn);
-    command.args(["serve", "--json", "--insecure", "--listen", "127.0.0.1:0"]);
+fn serve(
+    site: &Site,
+    log: &Path,
+    data: &Path,
+    catalog: Option<&str>,
+    (namespace, host): Host<'_>,
+) -> Result<(Server, String)> {
+    let mut command = site.cairn_in(namespace);
+    command.args(["serve", "--json", "--insecure", "--listen", &format!("{host}:0")]);
     command.arg("--data").arg(data).arg("--catalog").args(catalog);
     let file = std::fs::File::create(log).with_context(|| format!("creating {}", log.display()))?;
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(file);

@@ -2,7 +2,7 @@
 
 use std::io::{BufRead, BufReader};
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 
 use anyhow::{Context, Result};
 use cairn_store::cluster::{Member, MemberState};
@@ -26,15 +26,7 @@ impl Peer {
         (namespace, host): (Option<&str>, &str),
         keys: Option<&Path>,
     ) -> Result<Peer> {
-        let mut command = match namespace {
-            // `ip` replaces itself by the program, so the process id is that of the peer.
-            Some(namespace) => {
-                let mut command = Command::new("ip");
-                command.args(["netns", "exec", namespace]).arg(&site.cairn);
-                command
-            }
-            None => Command::new(&site.cairn),
-        };
+        let mut command = site.cairn_in(namespace);
         command.args([
             "serve",
             "--no-catalog",

@@ -16,6 +16,7 @@ use clap::{ArgMatches, Args, CommandFactory, FromArgMatches, Parser, Subcommand,
 pub(crate) use self::cluster::{Catalog, Keys, Peers, Serve, SignRole, SupervisorOptions};
 pub(crate) use self::mirrors::{Forget, Mirrors};
 pub(crate) use self::names::{Ls, Policy, Rules, SortBy};
+use crate::image_format::Format;
 use crate::size::parse_size;
 use crate::time::{Interval, parse_interval};
 
@@ -154,14 +155,24 @@ pub(crate) enum Command {
         #[command(flatten)]
         options: ImageOptions,
     },
-    /// Create an image from a raw disk file
-    #[command(after_help = "Examples:\n  cairn import debian.raw debian\n  \
-                            qemu-img convert -O raw old.qcow2 /dev/stdout | cairn import - vm1")]
+    /// Create an image from a disk: raw, qcow2, VMDK or VHDX
+    #[command(
+        after_help = "The format is recognised by the content. A disk that is not raw is first converted with \
+                      qemu-img (Debian: qemu-utils) to a sparse raw copy in /var/tmp, or in TMPDIR. An image \
+                      that names other files, such as a backing file, is refused.\n\n\
+                      Examples:\n  cairn import debian.raw debian\n  \
+                      cairn import old.qcow2 vm1\n  \
+                      cairn import guest-data.img vm2 --format raw\n  \
+                      ssh host 'cat /dev/vg0/vm3' | cairn import - vm3"
+    )]
     Import {
-        /// The raw file or block device; `-` is standard input
+        /// The file or block device; `-` is standard input, which must be raw
         file: PathBuf,
         /// The image's name
         image: ImageName,
+        /// The format of the file [default: recognised by its content]
+        #[arg(long, value_enum)]
+        format: Option<Format>,
         #[command(flatten)]
         options: ImageOptions,
     },
@@ -206,17 +217,33 @@ pub(crate) enum Command {
         #[arg(long, value_name = "SOCKET")]
         control: Option<PathBuf>,
     },
-    /// Write a snapshot to a raw disk file
-    #[command(after_help = "Examples:\n  cairn export vm1@3 vm1.raw\n  \
-                            cairn export vm1 - | ssh host 'cat > vm1.raw'")]
+    /// Write a snapshot to a raw disk file or a block device
+    #[command(
+        after_help = "A file is sparse, and gets its name when it is complete. Until then its content is in \
+                      FILE.cairn-part. An export that was interrupted is continued by the same command. The \
+                      snapshot may be removed meanwhile.\n\n\
+                      With --base, the file must hold that snapshot exactly: only its size is checked, and only \
+                      what differs is written, in place. If that is interrupted, run the same command again: \
+                      until then the file holds neither snapshot.\n\n\
+                      Examples:\n  cairn export vm1@3 vm1.raw\n  \
+                      cairn export vm1 - | ssh host 'cat > vm1.raw'\n  \
+                      cairn export vm1@4 vm1.raw --base vm1@3\n  \
+                      cairn export vm1@3 /dev/vg0/vm1 --force"
+    )]
     Export {
         /// The snapshot
         snapshot: SnapshotRef,
-        /// The file to create; `-` is standard output
+        /// The file to create, or a block device; `-` is standard output
         file: PathBuf,
-        /// Replace the file if it exists
+        /// The snapshot that the file holds: write only what differs
+        #[arg(long, value_name = "IMAGE@N", conflicts_with_all = ["force", "restart"])]
+        base: Option<SnapshotRef>,
+        /// Replace the file if it exists, or the content of the block device
         #[arg(long)]
         force: bool,
+        /// Discard what an interrupted export has left
+        #[arg(long)]
+        restart: bool,
     },
     /// Remove a snapshot, or an image with all its snapshots
     #[command(after_help = "The names are removed. The data stays until `cairn gc`.\n\n\

@@ -39,7 +39,7 @@ use crate::id::{BlobId, ChunkId, ImageId, LeaseId, MirrorId};
 use crate::name::{ImageName, SnapshotRef};
 use crate::net::identity::Security;
 use crate::snapshot::{MirrorOwner, MirrorParent, Mode, Snapshot, SnapshotState};
-use crate::tree::{Changes, Chunks, Root, TreeUpdate, Trees};
+use crate::tree::{Changes, Chunks, Differences, Root, TreeUpdate, Trees};
 
 /// The result of [`Repository::put_chunk`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -483,6 +483,13 @@ impl Repository {
     /// Iterates over the chunks of a tree in order, without the holes.
     pub fn chunks(&self, root: &Root, geometry: Geometry) -> Chunks {
         self.inner.trees.chunks(root, geometry)
+    }
+
+    /// Iterates over the chunks in which two snapshots differ, in order. Subtrees that both have are
+    /// not read. The disks may have different sizes. Fails if their chunk sizes differ.
+    pub fn differences(&self, old: &Snapshot, new: &Snapshot) -> Result<Differences> {
+        let [old, new] = [old, new].map(|one| (&one.root, one.geometry));
+        self.inner.trees.differences(old, new)
     }
 
     // Mirrors.

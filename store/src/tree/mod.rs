@@ -23,9 +23,13 @@
 //! | `mod` | [`Trees`]: looking up a chunk, committing changes |
 //! | `node` | a node and its canonical bytes |
 //! | `walk` | all chunks in order; all blobs that a tree refers to |
+//! | `difference` | the chunks in which two trees differ |
 //! | `cache` | decoded nodes, in bounded memory |
 
 mod cache;
+mod difference;
+#[cfg(test)]
+mod difference_tests;
 pub(crate) mod node;
 #[cfg(test)]
 mod tests;
@@ -42,6 +46,7 @@ use crate::error::{Error, Result};
 use crate::geometry::{ChunkIndex, FAN_OUT, Geometry};
 use crate::id::{ChunkId, NodeId};
 
+pub use self::difference::{Difference, Differences};
 pub use self::walk::Chunks;
 pub(crate) use self::walk::Referred;
 

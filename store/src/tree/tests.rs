@@ -1,6 +1,7 @@
 //! Trees compared with a plain map, with blobs in memory.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
@@ -18,17 +19,31 @@ use crate::geometry::{ChunkIndex, Geometry, MIN_CHUNK_SIZE};
 use crate::id::{BlobId, ChunkId, NodeId};
 
 #[derive(Default)]
-struct MemoryBlobs(Mutex<HashMap<BlobId, Vec<u8>>>);
+pub(super) struct MemoryBlobs {
+    all: Mutex<HashMap<BlobId, Vec<u8>>>,
+    reads: AtomicUsize,
+}
 
 impl MemoryBlobs {
     fn count(&self) -> usize {
-        self.0.lock().unwrap().len()
+        self.all.lock().unwrap().len()
+    }
+
+    /// How often a blob was read.
+    pub(super) fn reads(&self) -> usize {
+        self.reads.load(Ordering::SeqCst)
+    }
+
+    /// Loses all blobs.
+    pub(super) fn forget_all(&self) {
+        self.all.lock().unwrap().clear();
     }
 }
 
 impl Blobs for MemoryBlobs {
     fn get(&self, id: &BlobId, buf: &mut [u8]) -> Result<usize> {
-        let blobs = self.0.lock().unwrap();
+        self.reads.fetch_add(1, Ordering::SeqCst);
+        let blobs = self.all.lock().unwrap();
         let Some(content) = blobs.get(id) else {
             return Err(Error::MissingBlob { id: *id });
         };
@@ -37,7 +52,7 @@ impl Blobs for MemoryBlobs {
     }
 
     fn put(&self, blobs: &[NewBlob<'_>], _: &StoragePolicy) -> Result<u64> {
-        let mut all = self.0.lock().unwrap();
+        let mut all = self.all.lock().unwrap();
         let add = |blob: &NewBlob<'_>| match all.insert(blob.id(), blob.content.to_vec()) {
             Some(_) => 0,
             None => blob.content.len() as u64,
@@ -52,32 +67,32 @@ impl Blobs for MemoryBlobs {
     fn raise_stamp(&self, _: CollectionNumber) {}
 
     fn known(&self, ids: &[BlobId], _: &StoragePolicy) -> Result<Vec<bool>> {
-        let all = self.0.lock().unwrap();
+        let all = self.all.lock().unwrap();
         Ok(ids.iter().map(|id| all.contains_key(id)).collect())
     }
 }
 
-type Changes = BTreeMap<ChunkIndex, Option<ChunkId>>;
+pub(super) type Changes = BTreeMap<ChunkIndex, Option<ChunkId>>;
 
 /// Trees with a cache of one node, so that nearly every step reads stored bytes.
-fn trees() -> (Arc<MemoryBlobs>, Arc<Trees>) {
+pub(super) fn trees() -> (Arc<MemoryBlobs>, Arc<Trees>) {
     let blobs = Arc::new(MemoryBlobs::default());
     (Arc::clone(&blobs), Arc::new(Trees::new(blobs, 0)))
 }
 
-fn disk(chunks: u64) -> Geometry {
+pub(super) fn disk(chunks: u64) -> Geometry {
     Geometry::new(chunks * u64::from(MIN_CHUNK_SIZE), MIN_CHUNK_SIZE).unwrap()
 }
 
-fn chunk(byte: u8) -> ChunkId {
+pub(super) fn chunk(byte: u8) -> ChunkId {
     ChunkId::from_bytes([byte; 32])
 }
 
-fn changes(list: &[(u64, Option<u8>)]) -> Changes {
+pub(super) fn changes(list: &[(u64, Option<u8>)]) -> Changes {
     list.iter().map(|(index, byte)| (ChunkIndex(*index), byte.map(chunk))).collect()
 }
 
-fn runs_of_changes() -> impl Strategy<Value = (Geometry, Vec<Changes>)> {
+pub(super) fn runs_of_changes() -> impl Strategy<Value = (Geometry, Vec<Changes>)> {
     let sizes = prop_oneof![
         1..3_u64,
         Just(255),
@@ -123,6 +138,9 @@ proptest! {
             for index in run.keys() {
                 let found = trees.chunk_at(&root, geometry, *index).unwrap();
                 prop_assert_eq!(found, model.get(index).copied());
+                let rest = trees.chunks(&root, geometry).starting_at(*index);
+                let rest = rest.collect::<Result<BTreeMap<_, _>>>().unwrap();
+                prop_assert_eq!(rest, model.clone().split_off(index));
             }
         }
         prop_assert_eq!(root.0.is_none(), model.is_empty());
@@ -399,7 +417,7 @@ fn a_walk_over_all_blobs_reads_several_nodes_at_a_time_and_visits_each_once() {
     assert!(chunks == expected);
     // Without two of the nodes, what is below the others is visited.
     let gone = &nodes[7..9];
-    gone.iter().for_each(|id| drop(blobs.0.lock().unwrap().remove(id)));
+    gone.iter().for_each(|id| drop(blobs.all.lock().unwrap().remove(id)));
     let (again, chunks, unread) = walk(blobs.clone());
     assert_eq!((again.len(), chunks.len(), unread), (41, expected.len() - 8, 2));
 }

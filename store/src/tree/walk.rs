@@ -15,6 +15,8 @@ use crate::id::{BlobId, ChunkId, NodeId};
 pub struct Chunks {
     trees: Arc<Trees>,
     geometry: Geometry,
+    /// The first chunk that is of interest.
+    from: u64,
     /// The root, until it is loaded.
     start: Option<NodeId>,
     path: Vec<Step>,
@@ -29,11 +31,20 @@ struct Step {
 
 impl Chunks {
     pub(super) fn new(trees: Arc<Trees>, root: &Root, geometry: Geometry) -> Self {
-        Self { trees, geometry, start: root.0, path: Vec::new() }
+        Self { trees, geometry, from: 0, start: root.0, path: Vec::new() }
+    }
+
+    /// Omits the chunks before `from`. Nodes that cover only those are not read.
+    pub fn starting_at(self, from: ChunkIndex) -> Self {
+        Self { from: from.0, ..self }
     }
 
     fn enter(&mut self, position: NodePosition, node: Arc<Node>) {
-        self.path.push(Step { position, node, slot: Some(0) });
+        let slot = match self.from <= position.first {
+            true => Some(0),
+            false => position.covers(self.from).then(|| position.slot_of(self.from)),
+        };
+        self.path.push(Step { position, node, slot });
     }
 
     fn advance(&mut self) -> Result<Option<(ChunkIndex, ChunkId)>> {

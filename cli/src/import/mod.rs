@@ -1,8 +1,16 @@
-//! `import`: creates an image from a raw disk.
+//! `import`: creates an image from a disk: a raw one, or one that `qemu-img` converts first.
+//!
+//! | file | holds |
+//! |---|---|
+//! | `source` | what is imported: a file, a stream, or the result of a conversion |
+//! | `qemu_img` | the conversion |
 //!
 //! One thread reads the file and hands out chunks. Several threads hash and store them. The main
 //! thread builds the tree from their results. The image is published last, so an interrupted import
 //! leaves no image.
+
+mod qemu_img;
+mod source;
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -20,8 +28,11 @@ use cairn_store::{
     Repository, ReservedSpace, Root, SECTOR_SIZE, is_zero,
 };
 
+use self::source::Source;
 use crate::args::Style;
+use crate::buffer::AlignedBuffer;
 use crate::failure::{Doing, Exit, Failure, Outcome};
+use crate::image_format::Format;
 use crate::images::{geometry, print_name, print_note};
 use crate::progress::Progress;
 use crate::sparse::next_data;
@@ -41,6 +52,8 @@ type Stored = Outcome<Option<(ChunkIndex, PutChunk)>>;
 
 pub(crate) struct Options {
     pub(crate) chunk_size: u64,
+    /// The format of the source; `None` to recognise it.
+    pub(crate) format: Option<Format>,
     /// What is printed when the source is known to be usable.
     pub(crate) note: Option<String>,
     pub(crate) style: Style,
@@ -67,13 +80,13 @@ pub(crate) fn import(
     // last.
     geometry(SECTOR_SIZE, chunk_size)?;
 
+    let mut source = Source::open(path, options, &doing)?;
     let commit = repository.begin_commit().doing(doing)?;
     let mut import =
         Import { repository, chunk_size, options, doing: &doing, tree: Tree::default() };
-    let geometry = if path == Path::new("-") {
-        import.stream(io::stdin())?
-    } else {
-        import.file(File::open(path).doing(doing)?)?
+    let geometry = match &mut source {
+        Source::Stream(stream) => import.stream(stream)?,
+        Source::File(file) => import.file(file)?,
     };
     let Tree { root, data_bytes, stored_bytes, tree_bytes, .. } = import.tree;
     let snapshot = commit
@@ -118,11 +131,7 @@ struct Tree {
 
 impl<F: Fn() -> String + Sync> Import<'_, F> {
     /// Imports a file of known size. Reads only the ranges that have data.
-    fn file(&mut self, mut file: File) -> Outcome<Geometry> {
-        if file.metadata().doing(self.doing)?.is_dir() {
-            let why = StoreError::BadArgument("it is a directory; name a file or a disk".into());
-            return Err(why).doing(self.doing);
-        }
+    fn file(&mut self, mut file: &File) -> Outcome<Geometry> {
         // Seeking finds the size of a block device, too.
         let len = file.seek(SeekFrom::End(0)).doing(self.doing)?;
         let geometry = self.geometry(len)?;
@@ -130,10 +139,10 @@ impl<F: Fn() -> String + Sync> Import<'_, F> {
         self.print_rounding(len);
         let progress = Progress::new(len);
         let doing = self.doing;
-        let _space = self.reserve(&file, len, geometry)?;
-        self.store(Some((&file, len)), Some(geometry), |jobs| {
+        let _space = self.reserve(file, len, geometry)?;
+        self.store(Some((file, len)), Some(geometry), |jobs| {
             let mut next = ChunkIndex(0);
-            while let Some(chunks) = next_chunks(&file, len, geometry, next).doing(doing)? {
+            while let Some(chunks) = next_chunks(file, len, geometry, next).doing(doing)? {
                 next = ChunkIndex(chunks.end);
                 for index in chunks {
                     progress.set(geometry.offset_of(ChunkIndex(index)));
@@ -238,7 +247,7 @@ impl<F: Fn() -> String + Sync> Import<'_, F> {
             for _ in 0..workers {
                 let (queue, reports) = (Arc::clone(&queue), reports.clone());
                 scope.spawn(move || {
-                    let mut buf = ChunkBuffer::new(chunk_size);
+                    let mut buf = AlignedBuffer::new(chunk_size);
                     while let Some(job) = next_job(&queue) {
                         let done = store_chunk(repository, job, file, buf.bytes(), doing);
                         let failed = done.is_err();
@@ -293,28 +302,6 @@ fn next_chunks(
         let (first, last) = (geometry.chunk_of(data.start), geometry.chunk_of(data.end - 1));
         first.max(from).0..last.0 + 1
     }))
-}
-
-/// Memory for a chunk, aligned for direct I/O. The store uses direct I/O if a chunk is aligned.
-struct ChunkBuffer {
-    memory: Vec<u8>,
-    start: usize,
-    len: usize,
-}
-
-impl ChunkBuffer {
-    const ALIGNMENT: usize = 4096;
-
-    fn new(len: usize) -> Self {
-        let memory = vec![0; len + Self::ALIGNMENT];
-        let start =
-            memory.as_ptr().addr().next_multiple_of(Self::ALIGNMENT) - memory.as_ptr().addr();
-        Self { memory, start, len }
-    }
-
-    fn bytes(&mut self) -> &mut [u8] {
-        &mut self.memory[self.start..][..self.len]
-    }
 }
 
 fn next_job(queue: &Mutex<Receiver<Job>>) -> Option<Job> {
