@@ -39,7 +39,7 @@ use crate::id::{BlobId, ChunkId, ImageId, LeaseId, MirrorId};
 use crate::name::{ImageName, SnapshotRef};
 use crate::net::identity::Security;
 use crate::snapshot::{MirrorOwner, MirrorParent, Mode, Snapshot, SnapshotState};
-use crate::tree::{Changes, Chunks, Root, TreeUpdate, Trees};
+use crate::tree::{ChangedRange, Changes, Chunks, Root, TreeUpdate, Trees};
 
 /// The result of [`Repository::put_chunk`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -483,6 +483,22 @@ impl Repository {
     /// Iterates over the chunks of a tree in order, without the holes.
     pub fn chunks(&self, root: &Root, geometry: Geometry) -> Chunks {
         self.inner.trees.chunks(root, geometry)
+    }
+
+    /// Passes the ranges in which the disk of `second` differs from that of `first` to `each`, in order.
+    /// The snapshots may be of different images. Equal parts of their trees are not read. Fails with
+    /// the error of `each` if it returns one, and if the chunks have different sizes.
+    pub fn changed_ranges(
+        &self,
+        first: &Snapshot,
+        second: &Snapshot,
+        mut each: impl FnMut(ChangedRange) -> Result<()>,
+    ) -> Result<()> {
+        first.require_content()?;
+        second.require_content()?;
+        let tree = |one: &Snapshot| (one.root, one.geometry);
+        let ((one, before), (other, after)) = (tree(first), tree(second));
+        self.inner.trees.changed_ranges((&one, before), (&other, after), &mut each)
     }
 
     // Mirrors.

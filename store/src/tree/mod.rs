@@ -23,9 +23,11 @@
 //! | `mod` | [`Trees`]: looking up a chunk, committing changes |
 //! | `node` | a node and its canonical bytes |
 //! | `walk` | all chunks in order; all blobs that a tree refers to |
+//! | `diff` | the ranges in which two disks differ |
 //! | `cache` | decoded nodes, in bounded memory |
 
 mod cache;
+mod diff;
 pub(crate) mod node;
 #[cfg(test)]
 mod tests;
@@ -42,6 +44,7 @@ use crate::error::{Error, Result};
 use crate::geometry::{ChunkIndex, FAN_OUT, Geometry};
 use crate::id::{ChunkId, NodeId};
 
+pub use self::diff::{ChangedRange, RangeContent};
 pub use self::walk::Chunks;
 pub(crate) use self::walk::Referred;
 

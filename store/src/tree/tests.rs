@@ -1,6 +1,7 @@
 //! Trees compared with a plain map, with blobs in memory.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
@@ -17,17 +18,23 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::geometry::{ChunkIndex, Geometry, MIN_CHUNK_SIZE};
 use crate::id::{BlobId, ChunkId, NodeId};
 
+/// Blobs in memory, and the number of reads.
 #[derive(Default)]
-struct MemoryBlobs(Mutex<HashMap<BlobId, Vec<u8>>>);
+pub(super) struct MemoryBlobs(Mutex<HashMap<BlobId, Vec<u8>>>, AtomicU64);
 
 impl MemoryBlobs {
     fn count(&self) -> usize {
         self.0.lock().unwrap().len()
     }
+
+    pub(super) fn reads(&self) -> u64 {
+        self.1.load(Ordering::SeqCst)
+    }
 }
 
 impl Blobs for MemoryBlobs {
     fn get(&self, id: &BlobId, buf: &mut [u8]) -> Result<usize> {
+        self.1.fetch_add(1, Ordering::SeqCst);
         let blobs = self.0.lock().unwrap();
         let Some(content) = blobs.get(id) else {
             return Err(Error::MissingBlob { id: *id });
