@@ -64,6 +64,8 @@ pub(crate) enum Case {
     Backup,
     /// Collections: marking, commits beside them, and space.
     Gc,
+    /// `cairn verify` of a repository in a directory, compared with reading and hashing the same bytes.
+    Verify,
     /// All cases.
     All,
 }
@@ -80,6 +82,7 @@ impl Case {
             Case::Scale => "scale",
             Case::Backup => "backup",
             Case::Gc => "gc",
+            Case::Verify => "verify",
             Case::All => "all",
         }
     }
@@ -96,6 +99,7 @@ impl Case {
                 Case::Scale,
                 Case::Backup,
                 Case::Gc,
+                Case::Verify,
             ],
             one => std::slice::from_ref(one),
         }

@@ -10,6 +10,7 @@
 //!           scale ──────┤
 //!           backup ─────┤
 //!           gc ─────────┤
+//!           verify ─────┤
 //!             │         │
 //!             ▼         ▼
 //!           report: tables, JSON, Markdown, charts, goals
@@ -37,6 +38,7 @@ mod server;
 mod site;
 mod stats;
 mod sys;
+mod verify;
 
 use anyhow::Result;
 use clap::Parser;
@@ -62,6 +64,7 @@ fn main() -> Result<()> {
             Case::Scale => scale::run(&site, &args)?,
             Case::Backup => backup::run(&site, &args)?,
             Case::Gc => gc::run(&site, &args)?,
+            Case::Verify => verify::run(&site, &args)?,
             Case::All => unreachable!("`each` returns the single cases"),
         };
         warn_if_busy()?;
