@@ -66,6 +66,8 @@ pub(crate) enum Case {
     Backup,
     /// Collections: marking, commits beside them, and space.
     Gc,
+    /// `cairn verify` of a repository in a directory, compared with reading and hashing the same bytes.
+    Verify,
     /// All cases.
     All,
 }
@@ -83,6 +85,7 @@ impl Case {
             Case::Scale => "scale",
             Case::Backup => "backup",
             Case::Gc => "gc",
+            Case::Verify => "verify",
             Case::All => "all",
         }
     }
@@ -100,6 +103,7 @@ impl Case {
                 Case::Scale,
                 Case::Backup,
                 Case::Gc,
+                Case::Verify,
             ],
             one => std::slice::from_ref(one),
         }

@@ -11,6 +11,7 @@
 //!           scale ──────┤
 //!           backup ─────┤
 //!           gc ─────────┤
+//!           verify ─────┤
 //!             │         │
 //!             ▼         ▼
 //!           report: tables, JSON, Markdown, charts, goals
@@ -39,6 +40,7 @@ mod server;
 mod site;
 mod stats;
 mod sys;
+mod verify;
 
 use anyhow::Result;
 use clap::Parser;
@@ -65,6 +67,7 @@ fn main() -> Result<()> {
             Case::Scale => scale::run(&site, &args)?,
             Case::Backup => backup::run(&site, &args)?,
             Case::Gc => gc::run(&site, &args)?,
+            Case::Verify => verify::run(&site, &args)?,
             Case::All => unreachable!("`each` returns the single cases"),
         };
         warn_if_busy()?;

@@ -98,9 +98,12 @@ pub(crate) fn show(repository: &Repository, name: &SnapshotRef, style: Style) ->
         }
         Err(_) => None,
     };
+    let times = repository.catalog().verified(&name.image).doing(doing)?;
+    let verified = times.of(snapshot.number).filter(|_| snapshot.state.has_content());
     let holes = stored.map(|stored: u64| snapshot.geometry.chunk_count() - stored);
     if style.json {
         let mut value = snapshot_json(&snapshot);
+        value["verified"] = json!(verified);
         value["chunks_stored"] = json!(stored);
         value["chunks_holes"] = json!(holes);
         return print_json(&value);
@@ -117,6 +120,7 @@ pub(crate) fn show(repository: &Repository, name: &SnapshotRef, style: Style) ->
         ("parent", or_dash(snapshot.parent)),
         ("time", utc(snapshot.time)),
         ("consistency", snapshot.consistency.to_string()),
+        ("verified", or_dash(verified.map(utc))),
         ("size", style.size(snapshot.geometry.size())),
         ("chunk size", style.size(snapshot.geometry.chunk_size().into())),
         ("redundancy", snapshot.policy.redundancy.to_string()),

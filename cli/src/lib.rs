@@ -2,7 +2,7 @@
 //! disk, and prints the result.
 //!
 //! ```text
-//! args ──► images, ls, names, policy, mirrors, import, export, verify ──► cairn-store
+//! args ──► images, ls, names, policy, mirrors, import, export, verify, du, diff ─► cairn-store
 //!      ├─► serve, supervise, peers, keys ────────────► cairn-store's servers and cluster
 //!      └─► control ──► socket of cairn-blk
 //! ```
@@ -11,7 +11,9 @@ mod args;
 mod buffer;
 mod collect;
 mod control;
+mod diff;
 mod drain;
+mod du;
 mod export;
 mod failure;
 mod image_format;
@@ -29,6 +31,7 @@ mod serve;
 mod service;
 mod size;
 mod sparse;
+mod subject;
 mod supervise;
 mod time;
 mod verify;
@@ -127,7 +130,12 @@ fn execute(cli: Cli) -> Outcome {
             let options = CollectionOptions { dry_run, grace, give_up, accept_older_catalog };
             collect::gc(&open()?, &options, style)
         }
-        Command::Verify { names } => verify::verify(&open()?, &names, style),
+        Command::Verify { subjects, sample, seed, repair } => {
+            let options = verify::Options { sample: sample.map(|one| (one, seed)), repair };
+            verify::verify(&open()?, &subjects, &options, style)
+        }
+        Command::Du { subjects } => du::du(&open()?, &subjects, style),
+        Command::Diff { from, to } => diff::diff(&open()?, &from, &to, style),
         Command::Catalog(Catalog::Rebuild { force }) => peers::rebuild(&open()?, force, style),
         Command::Supervise { options } => supervise::supervise(url()?, &access, &options, style),
         Command::Keys(command) => keys::run(&command, cli.keys.as_deref(), style),

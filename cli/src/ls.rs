@@ -7,7 +7,7 @@ use std::cmp::Ordering;
 
 use cairn_store::metadata::check_key;
 use cairn_store::{Image, Repository, Scope, Selector, Snapshot, SnapshotRef, SnapshotState, now};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::args::{Ls, SortBy, Style};
 use crate::failure::{Doing, Exit, Failure, Outcome};
@@ -27,6 +27,9 @@ pub(crate) fn ls(repository: &Repository, args: &Ls, style: Style) -> Outcome {
         _ => images(repository, &scope, order, args, style),
     }
 }
+
+/// A snapshot, and when it was last verified.
+type Verified = (Snapshot, Option<u64>);
 
 fn usage(why: &str) -> Failure {
     Failure::new(Exit::Usage, "listing", why)
@@ -111,7 +114,7 @@ fn snapshots(
         SortBy::Changed => one.dirty_bytes,
         SortBy::Stored => one.stored_bytes,
     };
-    let compare = |one: &Snapshot, other: &Snapshot| {
+    let compare = |(one, _): &Verified, (other, _): &Verified| {
         (key(one), &one.image, one.number).cmp(&(key(other), &other.image, other.number))
     };
     let after = match &args.after {
@@ -130,10 +133,12 @@ fn snapshots(
         ("STORED", Align::Right),
         ("PAUSE", Align::Right),
         ("CONSISTENCY", Align::Left),
+        ("VERIFIED", Align::Left),
         ("LABELS", Align::Left),
         ("NOTES", Align::Left),
     ];
-    let mut page = Page::new(order, compare, Listing::new(style, &heading), |one: &Snapshot| {
+    let listing = Listing::new(style, &heading);
+    let mut page = Page::new(order, compare, listing, |(one, verified): &Verified| {
         let row = [
             one.name().to_string(),
             one.state.to_string(),
@@ -142,10 +147,13 @@ fn snapshots(
             style.size(one.stored_bytes),
             format!("{} us", one.pause_us),
             one.consistency.to_string(),
+            or_dash(verified.map(utc)),
             or_dash(joined(&one.labels)),
             or_dash(joined(&notes(one))),
         ];
-        (snapshot_json(one), row)
+        let mut json = snapshot_json(one);
+        json["verified"] = json!(verified);
+        (json, row)
     });
     let doing = || format!("listing the snapshots of '{scope}'");
     let catalog = repository.catalog();
@@ -166,11 +174,14 @@ fn snapshots(
         if after.is_some_and(|(after, _)| name < *after) || page.is_full() {
             continue;
         }
-        let each = |one: Snapshot| {
-            let is_after = after.is_none_or(|after| (&one.image, one.number) > after);
-            Ok(!(is_after && filter.matches(&one)) || page.add(one))
-        };
-        match catalog.each_snapshot_while(&name, each) {
+        let listed = catalog.verified(&name).and_then(|times| {
+            catalog.each_snapshot_while(&name, |one: Snapshot| {
+                let is_after = after.is_none_or(|after| (&one.image, one.number) > after);
+                let verified = times.of(one.number).filter(|_| one.state.has_content());
+                Ok(!(is_after && filter.matches(&one)) || page.add((one, verified)))
+            })
+        });
+        match listed {
             // It was removed meanwhile.
             Err(error)
                 if error.kind() == cairn_store::ErrorKind::NotFound

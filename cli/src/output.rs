@@ -107,6 +107,8 @@ pub(crate) struct Listing {
 
 #[derive(Default)]
 struct JsonListing {
+    /// The text before the array.
+    head: String,
     elements: Vec<String>,
     has_printed: bool,
 }
@@ -141,11 +143,24 @@ impl Listing {
         }
     }
 
+    /// Prints this text before the array.
+    pub(crate) fn within(mut self, head: String) -> Self {
+        if let Some(json) = &mut self.json {
+            json.head = head;
+        }
+        self
+    }
+
     /// Prints the rest.
     pub(crate) fn end(self) -> Outcome {
+        self.end_with("")
+    }
+
+    /// Prints the rest, and this text behind the array.
+    pub(crate) fn end_with(self, tail: &str) -> Outcome {
         self.printed?;
         match self.json {
-            Some(mut all) => print(&(all.render() + if all.has_printed { "]\n" } else { "[]\n" })),
+            Some(all) => print(&all.finish(tail)),
             None => self.table.print(),
         }
     }
@@ -158,8 +173,18 @@ impl JsonListing {
         if elements.is_empty() {
             return String::new();
         }
-        let begin = if std::mem::replace(&mut self.has_printed, true) { "," } else { "[" };
+        let begin = match std::mem::replace(&mut self.has_printed, true) {
+            true => ",".to_owned(),
+            false => format!("{}[", self.head),
+        };
         format!("{begin}{}", elements.join(","))
+    }
+
+    /// The last part, and the text behind the array.
+    fn finish(mut self, tail: &str) -> String {
+        let rest = self.render();
+        let empty = if self.has_printed { String::new() } else { format!("{}[", self.head) };
+        format!("{rest}{empty}]{tail}\n")
     }
 }
 
@@ -213,6 +238,18 @@ mod tests {
             listing.elements.extend(part.iter().map(ToString::to_string));
             text += &listing.render();
         }
-        assert_eq!(text, "[1,2,3");
+        assert_eq!(text + &listing.finish(""), "[1,2,3]\n");
+        assert_eq!(JsonListing::default().finish(""), "[]\n");
+    }
+
+    #[test]
+    fn an_array_may_be_a_part_of_an_object() {
+        for (elements, text) in
+            [(&[][..], "{\"a\":[],\"b\":1}\n"), (&["1"], "{\"a\":[1],\"b\":1}\n")]
+        {
+            let mut listing = JsonListing { head: "{\"a\":".into(), ..JsonListing::default() };
+            listing.elements.extend(elements.iter().map(|one: &&str| one.to_string()));
+            assert_eq!(listing.finish(",\"b\":1}"), text);
+        }
     }
 }

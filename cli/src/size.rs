@@ -16,6 +16,16 @@ pub(crate) fn parse_size(text: &str) -> Result<u64, String> {
         .ok_or_else(|| "expected a number of bytes, or a number with a suffix K, M, G or T".into())
 }
 
+/// Parses a percentage such as `5%` or `0.1%`. Returns it as a fraction.
+pub(crate) fn parse_percent(text: &str) -> Result<f64, String> {
+    let number = text.strip_suffix('%').and_then(|number| number.parse::<f64>().ok());
+    let is_plain = text.bytes().all(|byte| byte.is_ascii_digit() || b".%".contains(&byte));
+    let fraction = number.filter(|percent| is_plain && *percent > 0.0 && *percent <= 100.0);
+    fraction
+        .map(|percent| percent / 100.0)
+        .ok_or_else(|| "expected more than 0% and at most 100%, such as 5%".into())
+}
+
 /// Formats a size with at most one decimal, such as `20 GiB`, `1.5 MiB` or `512 B`.
 pub(crate) fn human_size(bytes: u64) -> String {
     for (suffix, shift) in SUFFIXES.iter().rev() {
@@ -34,7 +44,17 @@ pub(crate) fn human_size(bytes: u64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::{human_size, parse_size};
+    use super::{human_size, parse_percent, parse_size};
+
+    #[test]
+    fn a_percentage_has_its_sign() {
+        for (text, fraction) in [("5%", 0.05), ("100%", 1.0), ("0.5%", 0.005)] {
+            assert_eq!(parse_percent(text), Ok(fraction), "{text}");
+        }
+        for bad in ["", "5", "%", "0%", "100.1%", "-5%", "1e1%", "nan%", "inf%", "5%%"] {
+            assert!(parse_percent(bad).is_err(), "{bad}");
+        }
+    }
 
     #[test]
     fn sizes_have_binary_suffixes() {

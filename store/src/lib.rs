@@ -73,7 +73,7 @@ mod zero;
 pub use blobs::{Blobs, NewBlob};
 pub use catalog::{
     AppliedPolicy, Catalog, CompletedCollection, LEASE_SECONDS, MAX_LABELS, MirrorUse, Rebuilt,
-    SnapshotEdit, SpaceHolder,
+    SnapshotEdit, SpaceHolder, VerifiedTimes,
 };
 pub use clock::now;
 pub use cluster::Counters;
@@ -95,5 +95,7 @@ pub use snapshot::{
     Consistency, Image, MirrorOwner, MirrorParent, MirrorRecord, Mode, NewSnapshot, Snapshot,
     SnapshotState,
 };
-pub use tree::{Changes, Chunks, Difference, Differences, Root, TreeUpdate};
+pub use tree::{
+    ChangedRange, Changes, Chunks, Difference, Differences, RangeContent, Root, TreeUpdate,
+};
 pub use zero::is_zero;

@@ -17,7 +17,8 @@ pub(crate) use self::cluster::{Catalog, Keys, Peers, Serve, SignRole, Supervisor
 pub(crate) use self::mirrors::{Forget, Mirrors};
 pub(crate) use self::names::{Ls, Policy, Rules, SortBy};
 use crate::image_format::Format;
-use crate::size::parse_size;
+use crate::size::{parse_percent, parse_size};
+use crate::subject::Subject;
 use crate::time::{Interval, parse_interval};
 
 const EXIT_CODES: &str = "\
@@ -441,18 +442,69 @@ pub(crate) enum Command {
     },
     /// Read all data of snapshots and verify it
     #[command(
-        after_help = "Each chunk is read once, whichever snapshots share it. In a cluster the command \
-                            verifies that the data can be read; `cairn repair` checks its redundancy.\n\n\
-                            The exit code is 5 if data is damaged or missing, and 6 if data could not be read \
-                            now, for example because peers are down.\n\n\
-                            Examples:\n  cairn verify\n  cairn verify vm1\n  \
-                            cairn verify vm1@3 vm2@before-upgrade --json"
+        after_help = "Each chunk is read once, whichever snapshots share it. In a directory the disk itself is \
+                      read. In a cluster every fragment is read and compared with its blob, and fragments that \
+                      are missing are reported with the peer that should have them.\n\n\
+                      With --sample, a random part of the chunks is read, and all tree nodes. The same \
+                      seed selects the same chunks.\n\n\
+                      `cairn ls` and `cairn show` say when a snapshot was last verified: completely, with \
+                      nothing wrong, and with no damage found since.\n\n\
+                      With --repair, fragments that are missing or damaged are rebuilt from the others. A \
+                      directory has no other fragments: store damaged data again, for example by importing a \
+                      copy of the disk.\n\n\
+                      The exit code is 5 if data or fragments are damaged or missing, and 6 if something \
+                      could not be read now, for example because peers are down.\n\n\
+                      Examples:\n  cairn verify\n  cairn verify vm1 job42/ --repair\n  \
+                      cairn verify vm1@3 vm2@before-upgrade --json\n  cairn verify --sample 5%"
     )]
     Verify {
-        /// IMAGE for all its snapshots, IMAGE@NUMBER or IMAGE@LABEL for one [default: all
-        /// snapshots of all images]
-        #[arg(value_name = "IMAGE[@SNAPSHOT]")]
-        names: Vec<SnapshotRef>,
+        /// IMAGE for all its snapshots, IMAGE@NUMBER or IMAGE@LABEL for one, FOLDER/ for all images
+        /// in a folder [default: all snapshots of all images]
+        #[arg(value_name = "IMAGE[@SNAPSHOT]|FOLDER/")]
+        subjects: Vec<Subject>,
+        /// Read this part of the chunks only, chosen at random
+        #[arg(long, value_name = "P%", value_parser = parse_percent)]
+        sample: Option<f64>,
+        /// Choose the same part as the run that has printed this seed
+        #[arg(long, value_name = "N", requires = "sample")]
+        seed: Option<u64>,
+        /// Repair the fragments that are missing or damaged
+        #[arg(long)]
+        repair: bool,
+    },
+    /// Show what images and snapshots take, and what removing one frees
+    #[command(
+        after_help = "UNIQUE is data that nothing else refers to: no other snapshot or image, no mirror, and no \
+                      command that reads. SHARED is data that something else refers to, too. In a snapshot, \
+                      chunks that occur several times count there, too. Both are sizes of chunks, before \
+                      compression and redundancy.\n\n\
+                      FREES is the space in the files of a repository in a directory that `cairn gc --grace 0` \
+                      gives back after the image or snapshot was removed, tree nodes included. In a cluster it \
+                      is not known: it depends on how well the data was compressed.\n\n\
+                      Each line is about one removal. Two removals together can free more: what \
+                      only the two share.\n\n\
+                      Examples:\n  cairn du\n  cairn du vm1\n  cairn du job42/ vm1@3 --json"
+    )]
+    Du {
+        /// IMAGE for the image and each of its snapshots, IMAGE@NUMBER or IMAGE@LABEL for one
+        /// snapshot, FOLDER/ for all images in a folder [default: all images]
+        #[arg(value_name = "IMAGE[@SNAPSHOT]|FOLDER/")]
+        subjects: Vec<Subject>,
+    },
+    /// List the ranges in which two snapshots differ
+    #[command(
+        after_help = "The snapshots may be of different images, if their chunks have the same size, and of \
+                      disks of different sizes. Equal parts of the two are not read. A range consists of whole \
+                      chunks, cut at the end of the disk. Offsets and lengths are bytes.\n\n\
+                      CONTENT says what the second snapshot has in the range: data, zero, or gone if its disk \
+                      is smaller.\n\n\
+                      Examples:\n  cairn diff vm1@3 vm1@7\n  cairn diff debian@1 vm2 --json"
+    )]
+    Diff {
+        /// The first snapshot
+        from: SnapshotRef,
+        /// The second snapshot
+        to: SnapshotRef,
     },
     /// Restore the catalog of a cluster from its peers
     #[command(

@@ -50,6 +50,8 @@ fn help_shows_only_the_global_options_that_a_command_uses() {
         (&["peers"], sizes),
         (&["repair"], sizes),
         (&["verify"], sizes),
+        (&["du"], sizes),
+        (&["diff"], sizes),
         (&["catalog"], repository),
         (&["catalog", "rebuild"], repository),
     ] {

@@ -8,6 +8,8 @@ mod cluster_kills;
 mod cluster_lies;
 mod cluster_partition;
 mod control;
+mod diff;
+mod du;
 mod exit_codes;
 mod export;
 mod files;

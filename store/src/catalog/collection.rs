@@ -130,6 +130,8 @@ pub(crate) struct MarkedRoot {
     /// The index of the image in [`CollectionRoots::images`].
     pub(crate) image: u32,
     pub(crate) number: u64,
+    /// Whether it is the content of a snapshot, and not what a mirror or a reader needs.
+    pub(crate) is_snapshot: bool,
 }
 
 /// Something that keeps a collection from freeing space.
@@ -347,7 +349,13 @@ impl Catalog {
                     // The tree itself tells the size that the parent had.
                     let geometry = Geometry::new(MAX_SIZE, chunk_size)?;
                     let (root, number) = (Root(mirror.root), mirror.parent);
-                    all.roots.push(MarkedRoot { geometry, root, image, number });
+                    all.roots.push(MarkedRoot {
+                        geometry,
+                        root,
+                        image,
+                        number,
+                        is_snapshot: false,
+                    });
                     mirrors.push((image, mirror));
                 }
             } else if key.starts_with(READERS) {
@@ -356,7 +364,13 @@ impl Catalog {
                     let (geometry, root) = one.content()?;
                     let (image, number) = (all.images.len() as u32, one.number);
                     all.images.push(one.image);
-                    all.roots.push(MarkedRoot { geometry, root, image, number });
+                    all.roots.push(MarkedRoot {
+                        geometry,
+                        root,
+                        image,
+                        number,
+                        is_snapshot: false,
+                    });
                     all.hold_since(&one.holder, "reader", None);
                 }
             } else {
@@ -368,7 +382,7 @@ impl Catalog {
                 {
                     let geometry = Geometry::new(snapshot.size, chunk_size)?;
                     let root = Root(snapshot.root);
-                    all.roots.push(MarkedRoot { geometry, root, image, number });
+                    all.roots.push(MarkedRoot { geometry, root, image, number, is_snapshot: true });
                     kept.insert((image, number));
                 }
             }

@@ -24,6 +24,7 @@
 //! | `mirrors` | attaching mirrors; the lease of an image's writer and its fence |
 //! | `holder` | an attached mirror, and what its operations check |
 //! | `attachments` | the operations of an attached mirror: reserve, begin, publish, fail, release |
+//! | `verified` | when snapshots were last verified |
 //! | `records` | records of snapshots, and rebuilding a lost catalog from them |
 //! | `mirror_records` | records of mirrors |
 
@@ -52,13 +53,16 @@ mod removal_summary;
 mod revived;
 #[cfg(test)]
 mod tests;
+mod verified;
 
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 pub(crate) use self::available::Available;
-pub(crate) use self::collection::{CollectionRoots, CommitBasis, LEASED_SECONDS, commit_key};
+pub(crate) use self::collection::{
+    CollectionRoots, CommitBasis, LEASED_SECONDS, MarkedRoot, commit_key,
+};
 pub use self::collection::{CompletedCollection, SpaceHolder};
 pub(crate) use self::documents::StoredSummary;
 pub use self::edits::{MAX_LABELS, SnapshotEdit};
@@ -74,6 +78,8 @@ pub use self::records::Rebuilt;
 pub(crate) use self::records::{Record, RecordSubject, Records, recorded_redundancy};
 pub(crate) use self::removal::{PruneCheck, Refused};
 pub(crate) use self::removal_summary::{MAX_RANGES, RecordsInUse, RemovalSummary};
+pub use self::verified::VerifiedTimes;
+pub(crate) use self::verified::{VerificationBasis, Verified};
 
 use self::documents::{ImageDocument, SCHEMA, SCHEMA_VERSION, image, image_key};
 use crate::documents::{Change, Documents, Query, View};

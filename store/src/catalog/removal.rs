@@ -19,6 +19,7 @@ use super::documents::{
 use super::index::{LabelDocument, Located, label_query, selected};
 use super::readers::{READERS, read_snapshots};
 use super::records::Record;
+use super::verified::verified_of;
 use crate::documents::{Change, Query, View};
 use crate::error::{Error, Result};
 use crate::id::ImageId;
@@ -263,7 +264,8 @@ impl Catalog {
                         .remove(Query::Key(lease_key(&id)))
                         .remove(Query::Prefix(snapshots_of(&id)))
                         .remove(Query::Prefix(available_of(&id)))
-                        .remove(Query::Prefix(labels_of(&id)));
+                        .remove(Query::Prefix(labels_of(&id)))
+                        .remove(Query::Prefix(verified_of(&id)));
                 }
                 for mirror in own.into_iter().take(MIRRORS_IN_CHANGE) {
                     change = change.remove(Query::Key(mirror));

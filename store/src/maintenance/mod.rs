@@ -13,6 +13,7 @@
 //! collection: catalog ─► mark ─► sweep of the directory or of the peers
 //! rebuild: records on the peers ─► catalog
 //! verify: all blobs of snapshots ─► which of them cannot be read
+//! usage: all roots ─► what only one of them refers to
 //! ```
 //!
 //! | file | responsibility |
@@ -32,6 +33,7 @@
 //! | `collection_schedule` | the decision when to collect |
 //! | `rebuild` | a lost catalog, restored from the records on the peers |
 //! | [`verify`] | reads every blob of snapshots, in a directory too |
+//! | [`usage`] | what images and snapshots take, and what their removal frees |
 
 pub mod collection;
 mod collection_schedule;
@@ -51,10 +53,11 @@ pub mod supervisor;
 mod sweep_tests;
 mod unlisted;
 pub mod unused_mirrors;
+pub mod usage;
 pub mod verify;
 mod wanted;
 mod whole_snapshots;
 
 pub use rebuild::rebuild_catalog;
-pub use repair::{has_available, repair_all, repair_while};
+pub use repair::{has_available, repair_all, repair_blobs, repair_while};
 pub use wanted::{SortedWanted, WantedBlobs};

@@ -33,7 +33,8 @@ use crate::cluster::list_check::ListCheck;
 use crate::cluster::membership::{self, Health, LastRepair, Peer};
 use crate::cluster::protocol::{FragmentId, MAX_DELETED, MAX_LISTED};
 use crate::cluster::repair::{
-    ConnectedPeers, PeerState, Peers, RepairLimits, RepairMembers, RepairPeer, Report, repair,
+    ConnectedPeers, FoundBlob, PeerState, Peers, RepairLimits, RepairMembers, RepairPeer, Report,
+    repair, repair_found,
 };
 use crate::documents::Documents;
 use crate::durable::sorted_runs::SortedRuns;
@@ -87,6 +88,45 @@ pub fn repair_while(
         let proceed = || proceed() && lease.is_held();
         RepairJob::new(repository, documents, security, lease, &proceed)?.run(rate, progress)
     })
+}
+
+/// Repairs blobs that a verification has found, without looking at others.
+pub fn repair_blobs(
+    repository: &Repository,
+    found: &[FoundBlob],
+    progress: &dyn Fn(u64),
+) -> Result<Report> {
+    let (Some((_, documents)), Some(security)) = (repository.cluster(), repository.security())
+    else {
+        return Err(Error::NoCluster);
+    };
+    RepairLease::with(documents, |lease| {
+        let proceed = || lease.is_held();
+        let job = RepairJob::new(repository, documents, security, lease, &proceed)?;
+        let (connected, members) = (job.connected.clone(), repair_members(&job.peers));
+        let progress = |report: &Report| progress(report.bytes);
+        let limits = RepairLimits::default();
+        let repair = repair_found(connected, members, found, limits, &proceed, &progress);
+        let report = job.runtime.block_on(repair);
+        job.note_suspects(&report);
+        Ok(report)
+    })
+}
+
+/// The peers as repairs and checks see them.
+pub(super) fn repair_members(peers: &[Peer]) -> RepairMembers {
+    RepairMembers::new(peers.iter().map(|peer| RepairPeer {
+        id: peer.id,
+        weight: peer.weight,
+        domain: peer.domain.clone(),
+        state: match peer.health {
+            Health::Up => PeerState::Up,
+            Health::Down => PeerState::Down,
+            Health::Draining => PeerState::Draining,
+            Health::Lost => PeerState::Lost,
+        },
+        full: false,
+    }))
 }
 
 /// One repair, under the lease.
@@ -208,18 +248,7 @@ impl<'a> RepairJob<'a> {
         rate: Option<u64>,
         progress: &dyn Fn(&Report),
     ) -> Result<Report> {
-        let members = RepairMembers::new(self.peers.iter().map(|peer| RepairPeer {
-            id: peer.id,
-            weight: peer.weight,
-            domain: peer.domain.clone(),
-            state: match peer.health {
-                Health::Up => PeerState::Up,
-                Health::Down => PeerState::Down,
-                Health::Draining => PeerState::Draining,
-                Health::Lost => PeerState::Lost,
-            },
-            full: false,
-        }));
+        let members = repair_members(&self.peers);
         self.runtime.block_on(async {
             let (queue, blobs) = mpsc::channel(QUEUED_BLOBS);
             let feed = async move {

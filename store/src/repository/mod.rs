@@ -39,7 +39,7 @@ use crate::id::{BlobId, ChunkId, ImageId, LeaseId, MirrorId};
 use crate::name::{ImageName, SnapshotRef};
 use crate::net::identity::Security;
 use crate::snapshot::{MirrorOwner, MirrorParent, Mode, Snapshot, SnapshotState};
-use crate::tree::{Changes, Chunks, Differences, Root, TreeUpdate, Trees};
+use crate::tree::{ChangedRange, Changes, Chunks, Differences, Root, TreeUpdate, Trees};
 
 /// The result of [`Repository::put_chunk`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -490,6 +490,22 @@ impl Repository {
     pub fn differences(&self, old: &Snapshot, new: &Snapshot) -> Result<Differences> {
         let [old, new] = [old, new].map(|one| (&one.root, one.geometry));
         self.inner.trees.differences(old, new)
+    }
+
+    /// Passes the ranges in which the disk of `second` differs from that of `first` to `each`, in order.
+    /// The snapshots may be of different images. Equal parts of their trees are not read. Fails with
+    /// the error of `each` if it returns one, and if the chunks have different sizes.
+    pub fn changed_ranges(
+        &self,
+        first: &Snapshot,
+        second: &Snapshot,
+        mut each: impl FnMut(ChangedRange) -> Result<()>,
+    ) -> Result<()> {
+        first.require_content()?;
+        second.require_content()?;
+        let tree = |one: &Snapshot| (one.root, one.geometry);
+        let ((one, before), (other, after)) = (tree(first), tree(second));
+        self.inner.trees.changed_ranges((&one, before), (&other, after), &mut each)
     }
 
     // Mirrors.

@@ -70,8 +70,10 @@ impl Trees {
     ) -> Result<Differences> {
         let [a, b] = [old_geometry.chunk_size(), new_geometry.chunk_size()];
         if a != b {
-            let reason = format!("the chunk sizes of the snapshots differ: {a} and {b} bytes");
-            return Err(Error::BadArgument(reason));
+            return Err(Error::BadArgument(format!(
+                "their chunks have {a} and {b} bytes, and only disks with chunks of the same size can \
+                 be compared"
+            )));
         }
         let geometry = match old_geometry.size() > new_geometry.size() {
             true => old_geometry,

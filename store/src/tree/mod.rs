@@ -24,9 +24,11 @@
 //! | `node` | a node and its canonical bytes |
 //! | `walk` | all chunks in order; all blobs that a tree refers to |
 //! | `difference` | the chunks in which two trees differ |
+//! | `diff` | the ranges in which two disks differ |
 //! | `cache` | decoded nodes, in bounded memory |
 
 mod cache;
+mod diff;
 mod difference;
 #[cfg(test)]
 mod difference_tests;
@@ -46,6 +48,7 @@ use crate::error::{Error, Result};
 use crate::geometry::{ChunkIndex, FAN_OUT, Geometry};
 use crate::id::{ChunkId, NodeId};
 
+pub use self::diff::{ChangedRange, RangeContent};
 pub use self::difference::{Difference, Differences};
 pub use self::walk::Chunks;
 pub(crate) use self::walk::Referred;

@@ -64,6 +64,11 @@ impl Node {
         }
     }
 
+    /// The names of the children, in order.
+    pub(crate) fn children(&self) -> &[Child] {
+        &self.children
+    }
+
     /// Whether the node has no children. Such a node is never stored.
     pub(crate) fn is_empty(&self) -> bool {
         self.children.is_empty()

@@ -18,6 +18,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::geometry::{ChunkIndex, Geometry, MIN_CHUNK_SIZE};
 use crate::id::{BlobId, ChunkId, NodeId};
 
+/// Blobs in memory, and the number of reads.
 #[derive(Default)]
 pub(super) struct MemoryBlobs {
     all: Mutex<HashMap<BlobId, Vec<u8>>>,

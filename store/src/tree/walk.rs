@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::thread;
 
 use super::node::Node;
-use super::{NodePosition, Root, Trees};
+use super::{NodePosition, Root, Trees, corrupt};
 use crate::error::{Error, Result};
 use crate::geometry::{ChunkIndex, Geometry};
 use crate::id::{BlobId, ChunkId, NodeId};
@@ -148,20 +148,47 @@ impl Trees {
         geometry: Geometry,
     ) -> Vec<Result<Arc<Node>>> {
         let load = |(id, position): &(NodeId, NodePosition)| self.load(*id, geometry, *position);
-        if nodes.iter().all(|(id, _)| self.cache.get(id).is_some()) {
-            return nodes.iter().map(load).collect();
+        match nodes.iter().all(|(id, _)| self.cache.get(id).is_some()) {
+            true => nodes.iter().map(load).collect(),
+            false => at_once(nodes, &load),
         }
-        let Some((first, others)) = nodes.split_first() else { return Vec::new() };
-        thread::scope(|scope| {
-            // Without a thread the node is loaded by this one.
-            let start = |node| thread::Builder::new().spawn_scoped(scope, move || load(node));
-            let others: Vec<_> = others.iter().map(|node| (node, start(node))).collect();
-            let others = others.into_iter().map(|(node, loading)| match loading {
-                Ok(thread) => thread.join().expect("loading a node does not panic"),
-                Err(_) => load(node),
-            });
-            std::iter::once(load(first)).chain(others).collect()
-        })
+    }
+
+    /// Reads nodes, wherever they are in a tree, all at a time. There should be few of them.
+    pub(crate) fn nodes(&self, ids: &[NodeId]) -> Vec<Result<Arc<Node>>> {
+        match ids.iter().all(|id| self.cache.get(id).is_some()) {
+            true => ids.iter().map(|id| self.read(*id)).collect(),
+            false => at_once(ids, &|id| self.read(*id)),
+        }
+    }
+
+    /// The number of chunks of a tree that are not holes. `counts` has the numbers of nodes that were
+    /// visited before, and gets those of others.
+    pub(crate) fn count_chunks(
+        &self,
+        root: &Root,
+        counts: &mut HashMap<NodeId, u64>,
+    ) -> Result<u64> {
+        let Some(id) = root.0 else { return Ok(0) };
+        if let Some(count) = counts.get(&id) {
+            return Ok(*count);
+        }
+        let node = self.read(id)?;
+        let mut count = 0;
+        for (_, child) in children(&node) {
+            count += match node.level() {
+                0 => 1,
+                level => {
+                    let child = NodeId::from_bytes(child);
+                    if self.read(child)?.level() + 1 != level {
+                        return Err(corrupt(child, "it is a tree node of another level"));
+                    }
+                    self.count_chunks(&Root(Some(child)), counts)?
+                }
+            };
+        }
+        counts.insert(id, count);
+        Ok(count)
     }
 
     /// Whether a tree has a node for which `is_sought` holds, or a node with nodes below it that cannot
@@ -251,6 +278,24 @@ impl Trees {
         answers.insert(id, answer);
         answer
     }
+}
+
+/// Loads several nodes, each with a thread.
+fn at_once<T: Sync>(
+    all: &[T],
+    load: &(dyn Fn(&T) -> Result<Arc<Node>> + Sync),
+) -> Vec<Result<Arc<Node>>> {
+    let Some((first, others)) = all.split_first() else { return Vec::new() };
+    thread::scope(|scope| {
+        // Without a thread the node is loaded by this one.
+        let start = |one| thread::Builder::new().spawn_scoped(scope, move || load(one));
+        let others: Vec<_> = others.iter().map(|one| (one, start(one))).collect();
+        let others = others.into_iter().map(|(one, loading)| match loading {
+            Ok(thread) => thread.join().expect("loading a node does not panic"),
+            Err(_) => load(one),
+        });
+        std::iter::once(load(first)).chain(others).collect()
+    })
 }
 
 /// The children of a node, with their slots.

@@ -26,6 +26,7 @@ mod collecting_tests;
 pub(crate) mod fuzzing;
 mod group;
 mod index;
+mod places;
 mod scan;
 #[cfg(test)]
 mod tests;
@@ -41,6 +42,7 @@ use std::sync::{Arc, Mutex, MutexGuard, Once};
 pub(crate) use self::collecting::ListedBlob;
 use self::group::{Entry, Group, MAX_BLOBS, encode, place, record_len};
 use self::index::{Index, Slot, Stored};
+pub(crate) use self::places::BlobPlace;
 use self::scan::scan;
 use super::{Blobs, NewBlob};
 use crate::collection::CollectionNumber;

@@ -7,12 +7,12 @@
 //! - An encoding that does not give the blob is rejected. The next plan chooses another one.
 
 use super::entry::Entry;
-use super::job::Shared;
 use super::memory::memory;
 use super::peers::Peers;
 use super::plan::{FragmentLocation, Holding, Plan, Rejection, Step, Wanted};
 use super::read::Gathered;
 use super::report::{Report, WrongFragment};
+use super::shared::Shared;
 use crate::cluster::protocol::FragmentId;
 use crate::encoding::fragment::{Fragment, Kind, encode, encode_record};
 use crate::error::{Error, ErrorKind};

@@ -29,22 +29,20 @@
 //! blobs that wait ([`MAX_WAITING`]). If more blobs than that have something to do, they are repaired
 //! before others are scanned. That may take hours, so the lists begin anew after it.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::sync::Arc;
 
-use tokio::sync::{Semaphore, mpsc};
+use tokio::sync::mpsc;
 use tokio::task::JoinSet;
-use tokio::time::{sleep, timeout};
+use tokio::time::timeout;
 
 use super::entry::Entry;
 use super::execute::Executor;
 use super::listings::{Listings, predecessor};
-use super::members::{PeerState, RepairMembers};
+use super::members::RepairMembers;
 use super::peers::Peers;
 use super::plan::{Findings, Holding, Plan, Wanted, plan};
-use super::rate_limiter::RateLimiter;
 use super::report::Report;
+use super::shared::{RepairLimits, STOP_CHECK_INTERVAL, Shared};
 use crate::error::ErrorKind;
 use crate::id::{BlobId, PeerId};
 
@@ -59,82 +57,6 @@ const GROUP_BLOBS: usize = 128;
 
 /// The groups that are worked on at a time.
 const PARALLEL_GROUPS: usize = 4;
-
-/// How often a repair checks whether it has to stop.
-const STOP_CHECK_INTERVAL: Duration = Duration::from_millis(100);
-
-/// The limits of a repair.
-#[derive(Clone, Copy, Debug)]
-pub struct RepairLimits {
-    /// The most bytes a second, read and written together.
-    pub rate: Option<u64>,
-    /// The most bytes of blocks in memory. A blob that needs more is repaired alone.
-    pub memory: usize,
-}
-
-impl Default for RepairLimits {
-    fn default() -> RepairLimits {
-        RepairLimits { rate: None, memory: 64 << 20 }
-    }
-}
-
-/// The state that all tasks of a repair share.
-pub(super) struct Shared<P> {
-    pub(super) peers: Arc<P>,
-    rate_limiter: Arc<RateLimiter>,
-    inner: Arc<Inner>,
-}
-
-struct Inner {
-    members: Mutex<RepairMembers>,
-    /// The memory for blocks, in KiB.
-    memory: Arc<Semaphore>,
-    memory_kib: u32,
-    stop: AtomicBool,
-}
-
-impl<P> Clone for Shared<P> {
-    fn clone(&self) -> Self {
-        let Shared { peers, rate_limiter, inner } = self;
-        Shared { peers: peers.clone(), rate_limiter: rate_limiter.clone(), inner: inner.clone() }
-    }
-}
-
-impl<P> Shared<P> {
-    fn members(&self) -> RepairMembers {
-        self.inner.members.lock().expect("no code panics with the members locked").clone()
-    }
-
-    /// Marks a peer that did not answer as down. A draining peer stays draining: what it has is
-    /// stored elsewhere.
-    pub(super) fn set_down(&self, peer: &PeerId) {
-        let mut members =
-            self.inner.members.lock().expect("no code panics with the members locked");
-        if members.find(peer).is_some_and(|at| members.nodes()[at].state == PeerState::Up) {
-            tracing::warn!(%peer, "a peer does not answer; it counts as down");
-            members.set_state(peer, PeerState::Down);
-        }
-    }
-
-    /// Marks a peer that has no space as full.
-    pub(super) fn set_full(&self, peer: &PeerId) {
-        self.inner.members.lock().expect("no code panics with the members locked").set_full(peer);
-    }
-
-    /// Waits until the rate limit allows `bytes` more bytes, or the repair has to stop.
-    pub(super) async fn throttle(&self, bytes: u64) {
-        let mut wait = self.rate_limiter.take(bytes);
-        while wait > Duration::ZERO && !self.is_stopped() {
-            let part = wait.min(STOP_CHECK_INTERVAL);
-            sleep(part).await;
-            wait -= part;
-        }
-    }
-
-    pub(super) fn is_stopped(&self) -> bool {
-        self.inner.stop.load(Ordering::Relaxed)
-    }
-}
 
 /// A blob with something to do.
 struct Work {
@@ -152,7 +74,7 @@ impl Work {
 
 /// What a group of blobs may have done to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Pass {
+pub(super) enum Pass {
     /// Only add. Blobs with surplus are left for the other pass.
     Add,
     /// Delete surplus.
@@ -161,8 +83,8 @@ enum Pass {
 
 /// The result of the work on some blobs.
 #[derive(Default)]
-struct WorkResult {
-    report: Report,
+pub(super) struct WorkResult {
+    pub(super) report: Report,
     /// Blobs with surplus that was left.
     surplus: Vec<Work>,
 }
@@ -180,19 +102,7 @@ pub async fn repair<P: Peers>(
     should_continue: &dyn Fn() -> bool,
     progress: &dyn Fn(&Report),
 ) -> Report {
-    let memory_kib =
-        (limits.memory / 1024).clamp(1, Semaphore::MAX_PERMITS.min(u32::MAX as usize)) as u32;
-    let inner = Inner {
-        members: Mutex::new(members),
-        memory: Arc::new(Semaphore::new(memory_kib as usize)),
-        memory_kib,
-        stop: AtomicBool::new(false),
-    };
-    let shared = Shared {
-        peers,
-        rate_limiter: Arc::new(RateLimiter::new(limits.rate)),
-        inner: Arc::new(inner),
-    };
+    let shared = Shared::new(peers, members, limits);
     let mut report = Report::default();
     let mut is_end = false;
     let mut after = BlobId::from_bytes([0; 32]);
@@ -227,7 +137,7 @@ pub async fn repair<P: Peers>(
 
 impl<P: Peers> Shared<P> {
     /// The lists of all live peers, from the blobs after `after` on.
-    fn listings(&self, after: BlobId) -> Listings<P> {
+    pub(super) fn listings(&self, after: BlobId) -> Listings<P> {
         let members = self.members();
         let live = members.nodes().iter().filter(|node| node.is_live());
         let live: Vec<PeerId> = live.map(|node| node.id).collect();
@@ -273,7 +183,7 @@ impl<P: Peers> Shared<P> {
 
     /// Asks all live peers about blobs. Returns what they have of each, and the members as they
     /// turned out to be.
-    async fn look(&self, blobs: &[BlobId]) -> (RepairMembers, Vec<Vec<Holding>>) {
+    pub(super) async fn look(&self, blobs: &[BlobId]) -> (RepairMembers, Vec<Vec<Holding>>) {
         let mut found = vec![Vec::new(); blobs.len()];
         if blobs.is_empty() {
             return (self.members(), found);
@@ -336,7 +246,7 @@ impl<P: Peers> Shared<P> {
                 Err(_) => {}
             }
             if !should_continue() {
-                self.inner.stop.store(true, Ordering::Relaxed);
+                self.stop();
             }
         }
         report.is_stopped |= self.is_stopped();
@@ -344,7 +254,7 @@ impl<P: Peers> Shared<P> {
     }
 
     /// Works on a group of blobs until nothing is left to do for them in this pass.
-    async fn group(&self, mut entries: Vec<Entry>, pass: Pass) -> WorkResult {
+    pub(super) async fn group(&self, mut entries: Vec<Entry>, pass: Pass) -> WorkResult {
         let WorkResult { mut report, mut surplus } = WorkResult::default();
         while !entries.is_empty() {
             let blobs: Vec<BlobId> = entries.iter().map(|entry| entry.wanted.blob).collect();
@@ -382,9 +292,7 @@ impl<P: Peers> Shared<P> {
     /// Carries out the plan for one blob.
     async fn execute(&self, entry: Entry, holdings: Vec<Holding>, plan: &Plan) -> (Entry, Report) {
         let mut executing = Executor::new(self, entry, holdings);
-        let kib =
-            executing.memory(plan).div_ceil(1024).clamp(1, self.inner.memory_kib as usize) as u32;
-        let memory = self.inner.memory.clone().acquire_many_owned(kib).await;
+        let memory = self.reserve(executing.memory(plan)).await;
         executing.execute(&plan.steps).await;
         if let Some(removal) = &plan.removal {
             executing.remove(removal).await;

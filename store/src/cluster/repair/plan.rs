@@ -71,6 +71,12 @@ impl Wanted {
         (description.kind(), shape) == (self.kind, self.shape())
     }
 
+    /// Whether a fragment is of an encoding as wanted.
+    pub(super) fn is_shape_of(&self, one: &Holding) -> bool {
+        let shape = (usize::from(one.data), usize::from(one.data) + usize::from(one.parity));
+        (one.kind, shape) == (self.kind, self.shape())
+    }
+
     /// The numbers of data blocks and of all blocks of an encoding as wanted.
     fn shape(&self) -> (usize, usize) {
         match self.redundancy {

@@ -5,9 +5,9 @@ use std::collections::BTreeMap;
 use tokio::task::JoinSet;
 
 use super::execute::Executor;
-use super::job::Shared;
 use super::peers::Peers;
 use super::plan::{Findings, FragmentLocation, Holding, Rejection};
+use super::shared::Shared;
 use crate::cluster::client::assemble::EncodingAssembly;
 use crate::cluster::protocol::FragmentId;
 use crate::encoding::fragment::{Fragment, Kind};
@@ -183,7 +183,7 @@ fn as_one_encoding(mut all: Vec<Holding>) -> Vec<Holding> {
 }
 
 /// Reads a fragment; `None` if it is damaged, missing, or not what its holder reported.
-async fn fetch<P: Peers>(
+pub(super) async fn fetch<P: Peers>(
     shared: &Shared<P>,
     blob: BlobId,
     holding: &Holding,

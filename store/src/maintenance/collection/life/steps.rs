@@ -394,7 +394,8 @@ impl Life {
         let Some((image, number, _)) = self.any() else { return };
         let repository = self.place.open();
         let snapshot = resolve(&repository, &format!("{image}@{number}")).unwrap();
-        let verified = Verifier::new(&repository, vec![snapshot]).unwrap().run(&|_| ());
+        let verifier = Verifier::new(&repository, vec![snapshot], None).unwrap();
+        let verified = verifier.run(&|_| ()).unwrap();
         assert_eq!((verified.unreadable, verified.affected.len()), (0, 0), "{verified:?}");
     }
 
