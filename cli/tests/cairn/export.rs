@@ -384,7 +384,7 @@ fn a_base_that_the_file_cannot_hold_is_refused() {
         (&["new", "out.raw", "--base", "old"][..], 4, "does not hold the base"),
         (&["new", "missing.raw", "--base", "old"], 3, "leave out --base"),
         (&["new", "out.raw", "--base", "gone@1"], 3, "gone"),
-        (&["new", "out.raw", "--base", "other"], 2, "chunk sizes"),
+        (&["new", "out.raw", "--base", "other"], 2, "chunks of the same size"),
         (&["new", "-", "--base", "old"], 2, "--base"),
         (&["new", "out.raw", "--base", "old", "--force"], 2, "--force"),
     ] {
