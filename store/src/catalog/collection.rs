@@ -223,8 +223,8 @@ impl Catalog {
     }
 
     /// The basis of a commit of a mirror that stores something: notes the current number in the
-    /// mirror's document, unless an older one is there. Also returns whether the document refers to
-    /// the mirror's `parent` only from now on: then nothing protected the parent's content until now.
+    /// mirror's document, unless an older one is there. Also returns whether the content of the mirror's
+    /// `parent` must be verified: the document did not refer to it all the time.
     pub(crate) fn begin_mirror_commit(
         &self,
         holder: &Holder,
@@ -237,12 +237,24 @@ impl Catalog {
             let before = holder.mirror(view)?;
             let mut mirror = before.clone();
             let (basis, _) = mirror_basis(view, &mut mirror)?;
-            let is_moved = mirror.move_to(parent);
+            mirror.move_to(parent);
             let change = match mirror == before {
                 true => Change::default(),
                 false => put_mirror(Change::default(), &holder.mirror_id(), &mirror),
             };
-            Ok((change, (basis, is_moved)))
+            Ok((change, (basis, mirror.is_parent_unverified)))
+        })
+    }
+
+    /// Notes that the content of the mirror's parent was verified, while the document referred to it.
+    pub(crate) fn note_parent_verified(&self, holder: &Holder, parent: (u64, Root)) -> Result<()> {
+        self.change(&holder.queries(0), |view| {
+            holder.check(view)?;
+            let mirror = holder.mirror(view)?;
+            let is_same = (mirror.parent, Root(mirror.root)) == parent;
+            let verified = MirrorDocument { is_parent_unverified: false, ..mirror };
+            let put = || put_mirror(Change::default(), &holder.mirror_id(), &verified);
+            Ok((if is_same { put() } else { Change::default() }, ()))
         })
     }
 

@@ -318,6 +318,10 @@ pub(super) struct MirrorDocument {
     pub(super) root: Option<NodeId>,
     /// Whether the parent was only *available* when it became the parent.
     pub(super) is_parent_available: bool,
+    /// Whether the document did not refer to the parent all the time, so that a collection may have
+    /// deleted the parent's content, and nobody has verified the content since.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(super) is_parent_unverified: bool,
     pub(super) attached: u64,
     /// The highest number that the mirror has announced in this catalog. Snapshots up to it that
     /// have no document were removed.
@@ -374,6 +378,7 @@ impl MirrorDocument {
         let is_later = self.parent < number;
         if is_later {
             (self.parent, self.root, self.is_parent_available) = (number, root.0, true);
+            self.is_parent_unverified = true;
         }
         is_later
     }

@@ -181,6 +181,7 @@ impl Holder {
         let mirror = self.mirror(view)?;
         let CommitBasis { epoch, collection } = published.basis;
         let has_base = published.base.is_none_or(|base| mirror.root == base.0);
+        let has_base = has_base && !mirror.is_parent_unverified;
         let is_protected = mirror.storing_since == Some(collection) && has_base;
         // What is published protects itself.
         let is_protected = is_protected || before.state != SnapshotState::Pending;
@@ -287,6 +288,7 @@ impl Holder {
             parent,
             root: root.0,
             is_parent_available,
+            is_parent_unverified: false,
             attached: now,
             announced: 0,
             reserved: 0..0,

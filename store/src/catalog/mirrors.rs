@@ -182,6 +182,8 @@ pub(super) fn attached_mirror(
                     parent: parent.number,
                     root: parent.root.0,
                     is_parent_available: found.state == SnapshotState::Available,
+                    // A snapshot of the catalog.
+                    is_parent_unverified: false,
                     ..known
                 })
             }
@@ -225,6 +227,7 @@ pub(super) fn attached_mirror(
         parent: found.number,
         root: found.root.0,
         is_parent_available: found.state == SnapshotState::Available,
+        is_parent_unverified: false,
         attached: now(),
         announced,
         reserved: 0..0,

@@ -176,6 +176,11 @@ impl Attachment {
         self.repository.catalog().begin_mirror_commit(&self.holder, self.parent())
     }
 
+    /// Notes that the content of this parent was verified, after [`Self::begin_again`] asked for it.
+    pub(super) fn note_parent_verified(&self, parent: (u64, Root)) -> Result<()> {
+        self.repository.catalog().note_parent_verified(&self.holder, parent)
+    }
+
     /// Publishes a snapshot whose content is stored. Returns `None` if its basis is gone.
     pub(super) fn publish(&self, number: u64, published: Published) -> Result<Option<Snapshot>> {
         let snapshot = self.publish_with_record(number, published)?;

@@ -416,8 +416,9 @@ impl<'a> SnapshotCommit<'a> {
         let (basis, is_parent_unverified) = self.attachment.begin_again()?;
         if is_parent_unverified {
             self.commit.repository.enter(basis)?;
-            let (_, base) = self.attachment.parent();
-            self.commit.verify_tree(&base, self.geometry)?;
+            let parent = self.attachment.parent();
+            self.commit.verify_tree(&parent.1, self.geometry)?;
+            self.attachment.note_parent_verified(parent)?;
         }
         Ok(basis)
     }

@@ -489,6 +489,13 @@ fn a_catalog_that_was_restored_from_an_older_copy_collects_nothing() {
 /// parent's content from a collection.
 #[test]
 fn a_checkpoint_whose_parent_an_older_catalog_does_not_know_is_not_published_without_its_content() {
+    for is_renewed in [false, true] {
+        publish_on_a_parent_that_an_older_catalog_does_not_know(is_renewed);
+    }
+}
+
+/// With `is_renewed`, the mirror has told the catalog of its parent again, after the content was deleted.
+fn publish_on_a_parent_that_an_older_catalog_does_not_know(is_renewed: bool) {
     let site = Site::new();
     let repository = site.open();
     let base = import(&repository, "a", &disk([(0, 1)]));
@@ -507,12 +514,24 @@ fn a_checkpoint_whose_parent_an_older_catalog_does_not_know_is_not_published_wit
     assert!(repository.documents().commit(&copy).unwrap());
     assert_eq!(site.collect().freed.objects, 2, "a chunk and a node of the parent");
 
+    if is_renewed {
+        mirror.renew().unwrap();
+    }
     let number = mirror.reserve(2).unwrap().end - 1;
     let commit = mirror.begin(&new(number)).unwrap();
     let change = disk([(5, 9)]);
     put(&repository, &change);
-    let published = commit.publish(&changes(&change), 0, &|_, _| false);
-    assert!(matches!(published, Err(Error::ContentLost { .. })), "{published:?}");
+    // Trying again does not help.
+    for _ in 0..2 {
+        let published = commit.publish(&changes(&change), 0, &|_, _| false);
+        assert!(matches!(published, Err(Error::ContentLost { .. })), "{published:?}");
+    }
+    // With the content, the checkpoint is complete.
+    put(&repository, &disk([(3, 7)]));
+    store(&repository, &base.root, &disk([(3, 7)]));
+    repository.flush().unwrap();
+    let published = commit.publish(&changes(&change), 0, &|_, _| false).unwrap();
+    assert_eq!(read(&repository, &published).unwrap(), disk([(0, 1), (3, 7), (5, 9)]));
 }
 
 #[test]
