@@ -177,6 +177,24 @@ impl Segment {
         }
     }
 
+    /// Frees the space that was allocated ahead. The next group allocates space again.
+    pub(crate) fn free_ahead(&self) {
+        let mut tail = self.tail();
+        if tail.allocated > tail.end && self.truncate(tail.end) {
+            tail.allocated = tail.end;
+        }
+    }
+
+    /// Returns whether the file ends at `end` now.
+    fn truncate(&self, end: u64) -> bool {
+        let truncated = self.file.set_len(end);
+        if let Err(error) = &truncated {
+            let path = self.path.display();
+            tracing::debug!(%path, %error, "cannot free the unused space of a segment");
+        }
+        truncated.is_ok()
+    }
+
     /// Makes everything durable that was written.
     pub(crate) fn sync(&self) -> Result<()> {
         self.file.sync_data().map_err(|e| Error::io("syncing", &self.path, e))
@@ -195,11 +213,8 @@ impl Segment {
 impl Drop for Segment {
     /// Frees the space that was allocated ahead.
     fn drop(&mut self) {
-        if self.tail().allocated > 0
-            && let Err(error) = self.file.set_len(self.known.load(Ordering::Relaxed))
-        {
-            let path = self.path.display();
-            tracing::debug!(%path, %error, "cannot free the unused space of a segment");
+        if self.tail().allocated > 0 {
+            self.truncate(self.known.load(Ordering::Relaxed));
         }
     }
 }

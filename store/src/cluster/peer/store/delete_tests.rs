@@ -64,7 +64,7 @@ fn the_space_of_deleted_fragments_is_given_back() {
         assert_eq!((usage.used, usage.fragments), (space, 96));
         let ids: Vec<_> = all.iter().map(id).collect();
         assert_eq!(store.delete(&ids, 0).unwrap(), space);
-        assert!(taken(dir.path()) <= before - space + 8192, "{before}");
+        assert!(taken(dir.path()) <= 8192, "{before}, {}", taken(dir.path()));
         let usage = store.usage().unwrap();
         assert_eq!((usage.used, usage.fragments), (0, 0));
         assert_eq!(store.get(&all[0].description.blob).unwrap(), []);

@@ -76,6 +76,13 @@ impl Log {
         self.current.as_ref().map(|segment| segment.number)
     }
 
+    /// Frees the space that was allocated ahead.
+    pub(super) fn free_ahead(&self) {
+        if let Some(segment) = &self.current {
+            segment.free_ahead();
+        }
+    }
+
     /// Appends a group. Returns the segment and the position of each block. Syncs nothing.
     pub(super) fn append(
         &mut self,

@@ -321,6 +321,9 @@ impl PeerStore {
         self.uncount(&deleted);
         deleted.extend(bad);
         let bytes = reclaim(&self.files, &self.key, &self.table, &deleted, quiet);
+        if !deleted.is_empty() {
+            log.free_ahead();
+        }
         let segments: HashSet<_> = deleted.iter().map(|one| one.place.segment).collect();
         for number in segments.difference(&used) {
             if self.table.is_empty(*number)? {
