@@ -2,14 +2,14 @@
 //! on the local disk whose data is in the page cache.
 
 use std::fs::{self, File};
-use std::io::{self, Write};
+use std::io;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use serde::Serialize;
 use serde_json::json;
 
@@ -17,6 +17,7 @@ use crate::args::Args;
 use crate::cluster::PEERS;
 use crate::cluster::data::Data;
 use crate::cluster::link::{FAR, Link, RATE};
+use crate::proc::succeed;
 use crate::report::goals::Goal;
 use crate::report::{Report, table::Table};
 use crate::server::catalog::Catalog;
@@ -31,9 +32,6 @@ const WRITE: usize = 1 << 20;
 
 /// How often a round measures each way to write to the local disk.
 const PASSES: usize = 3;
-
-/// How long the peers may take to join.
-const JOIN_LIMIT: Duration = Duration::from_secs(60);
 
 /// The ways to write to the local disk.
 const WRITERS: [&str; 4] = ["cairn export", "O_DIRECT", "O_DIRECT, 4 threads", "cp and sync"];
@@ -110,27 +108,19 @@ fn measure_link(site: &Site, args: &Args, disk: &[u8]) -> Result<Vec<OverLink>> 
     let area = site.area()?;
     let host = (Some(link.namespace()), FAR);
     let catalog = Catalog::with_peers(PEERS, site, &area, &area.path("catalog"), host)?;
-    let store = format!("cairn://{}", catalog.address);
-    let cairn = |namespace: Option<&str>, words: &[&str]| {
-        let mut command = site.cairn_in(namespace);
-        command.args(["--store", &store, "--insecure"]).args(words);
-        succeed(command)
-    };
-    let begin = Instant::now();
-    while cairn(None, &["peers", "--json"])?.matches("\"state\":\"up\"").count() < PEERS {
-        ensure!(begin.elapsed() < JOIN_LIMIT, "the peers do not join the catalog");
-        thread::sleep(Duration::from_millis(50));
-    }
+    catalog.wait_for_peers(site, PEERS)?;
     let source = area.path("disk.raw");
     fs::write(&source, disk).context("writing the disk")?;
     let source = source.to_str().context("a path of this program is not UTF-8")?;
-    cairn(Some(link.namespace()), &["import", source, "vm1", "--redundancy", "rs=4+4"])?;
+    let import = ["import", source, "vm1", "--redundancy", "rs=4+4"];
+    catalog.cairn_in(site, Some(link.namespace()), &import)?;
     let mut rounds = Vec::new();
     for round in 0..args.rounds() {
         let target = area.path(&format!("exported{round}.raw"));
         settle();
         let (before, begin) = (link.traffic()?, Instant::now());
-        cairn(None, &["export", "vm1", target.to_str().context("the path is UTF-8")?])?;
+        let target_path = target.to_str().context("a path of this program is not UTF-8")?;
+        catalog.cairn(site, &["export", "vm1", target_path])?;
         let (seconds, after) = (begin.elapsed().as_secs_f64(), link.traffic()?);
         let received = (after.received - before.received) as f64;
         let figure = OverLink { seconds, bytes: disk.len() as f64, received };
@@ -231,13 +221,4 @@ fn copy(source: &Path, target: &Path) -> Result<()> {
     copy.arg(source).arg(target);
     succeed(copy)?;
     File::open(target)?.sync_all().context("syncing")
-}
-
-fn succeed(mut command: Command) -> Result<String> {
-    let output = command.stdin(Stdio::null()).output().context("starting a program")?;
-    if output.status.success() {
-        return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
-    }
-    let _ = io::stderr().write_all(&output.stderr);
-    bail!("{command:?} failed: {}", output.status)
 }

@@ -1,9 +1,11 @@
-//! Reads CPU time and memory from /proc.
+//! Reads CPU time and memory from /proc, and runs programs to their end.
 
 use std::fs;
+use std::io::{self, Write};
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 
 use crate::sys;
 
@@ -65,6 +67,16 @@ pub(crate) fn memory(pid: u32) -> Result<Memory> {
 fn kib_of(status: &str, name: &str) -> Option<u64> {
     let line = status.lines().find_map(|line| line.strip_prefix(name))?;
     line.trim().strip_suffix("kB")?.trim().parse().ok()
+}
+
+/// Runs a program, and returns its output if it succeeds.
+pub(crate) fn succeed(mut command: Command) -> Result<String> {
+    let output = command.stdin(Stdio::null()).output().context("starting a program")?;
+    if output.status.success() {
+        return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
+    }
+    let _ = io::stderr().write_all(&output.stderr);
+    bail!("{command:?} failed: {}", output.status)
 }
 
 #[cfg(test)]

@@ -4,11 +4,14 @@
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::Stdio;
+use std::thread;
+use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
 use super::Server;
+use crate::proc::succeed;
 use crate::site::{Area, Site};
 
 pub(crate) struct Catalog {
@@ -20,8 +23,11 @@ pub(crate) struct Catalog {
 /// Where servers listen: a network namespace, if one is named, and an address.
 pub(crate) type Host<'a> = (Option<&'a str>, &'a str);
 
+/// How long the peers may take to join.
+const JOIN_LIMIT: Duration = Duration::from_secs(60);
+
 /// This machine.
-const LOOPBACK: Host<'static> = (None, "127.0.0.1");
+pub(crate) const LOOPBACK: Host<'static> = (None, "127.0.0.1");
 
 impl Catalog {
     /// Starts the catalog in this directory and its peer, on plain TCP.
@@ -47,6 +53,33 @@ impl Catalog {
         });
         let _peers = peers.collect::<Result<_>>()?;
         Ok(Catalog { server, _peers, address })
+    }
+
+    /// Waits until this many peers have joined.
+    pub(crate) fn wait_for_peers(&self, site: &Site, count: usize) -> Result<()> {
+        let begin = Instant::now();
+        while self.cairn(site, &["peers", "--json"])?.matches("\"state\":\"up\"").count() < count {
+            ensure!(begin.elapsed() < JOIN_LIMIT, "the peers do not join the catalog");
+            thread::sleep(Duration::from_millis(50));
+        }
+        Ok(())
+    }
+
+    /// Runs `cairn` with the catalog as its repository. Returns its output.
+    pub(crate) fn cairn(&self, site: &Site, words: &[&str]) -> Result<String> {
+        self.cairn_in(site, None, words)
+    }
+
+    /// The same in a network namespace, if one is named.
+    pub(crate) fn cairn_in(
+        &self,
+        site: &Site,
+        namespace: Option<&str>,
+        words: &[&str],
+    ) -> Result<String> {
+        let mut command = site.cairn_in(namespace);
+        command.args(["--store", &format!("cairn://{}", self.address), "--insecure"]).args(words);
+        succeed(command)
     }
 
     pub(crate) fn pid(&self) -> u32 {
