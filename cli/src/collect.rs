@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::args::Style;
 use crate::failure::{Doing, Outcome};
-use crate::output::{Align, Table, count, print, print_json};
+use crate::output::{Align, Table, count, or_dash, print, print_json};
 use crate::progress::Activity;
 use crate::time::{ago, utc};
 
@@ -83,7 +83,8 @@ fn print_text(report: &CollectionReport, options: &CollectionOptions, style: Sty
     ];
     let mut table = Table::new(&heading);
     for SpaceHolder { kind, what, host, since, .. } in &report.holders {
-        table.row([(*kind).into(), host.clone(), utc(*since), what.clone()]);
+        let host = or_dash((!host.is_empty()).then_some(host));
+        table.row([(*kind).into(), host, utc(*since), what.clone()]);
     }
     print("\n")?;
     table.print()

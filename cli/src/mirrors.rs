@@ -1,21 +1,31 @@
 //! `mirrors`: the mirrors that refer to images.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 use cairn_store::maintenance::unused_mirrors::{ForgetOptions, forget_unused};
+use cairn_store::maintenance::usage::{Bytes, mirror_usage};
 use cairn_store::{MirrorId, MirrorRecord, MirrorUse, Repository, now};
 use serde_json::{Value, json};
 
 use crate::args::{Forget, Style};
 use crate::failure::{Doing, Outcome};
 use crate::output::{Align, Listing, Table, count, or_dash, print, print_json};
+use crate::progress::Activity;
 use crate::time::{ago, utc};
 
 pub(crate) fn list(repository: &Repository, style: Style) -> Outcome {
     let mirrors = repository.catalog().mirrors().doing(|| "listing the mirrors".into())?;
     let stale: HashSet<MirrorId> = maybe_stale(&mirrors).collect();
+    // A damaged repository has mirrors, too.
+    let alone = alone(repository);
+    let alone_of =
+        |id: &MirrorId| alone.as_ref().ok().map(|all| all.get(id).copied().unwrap_or_default());
     if style.json {
-        let json = |mirror| mirror_json(mirror, stale.contains(&mirror.id));
+        let json = |mirror: &MirrorRecord| {
+            let mut json = mirror_json(mirror, stale.contains(&mirror.id));
+            json["alone_bytes"] = alone_of(&mirror.id).map(|bytes| bytes.chunks).into();
+            json
+        };
         return print_json(&mirrors.iter().map(json).collect());
     }
     let mut table = Table::new(&[
@@ -26,6 +36,7 @@ pub(crate) fn list(repository: &Repository, style: Style) -> Outcome {
         ("HOST", Align::Left),
         ("ATTACHED", Align::Left),
         ("SEEN", Align::Left),
+        ("ALONE", Align::Right),
         ("NOTE", Align::Left),
         ("DIRECTORY", Align::Left),
     ]);
@@ -48,11 +59,15 @@ pub(crate) fn list(repository: &Repository, style: Style) -> Outcome {
             mirror.host,
             utc(mirror.attached),
             ago(mirror.seen, now()),
+            or_dash(alone_of(&mirror.id).map(|bytes| style.size(bytes.chunks))),
             or_dash(note),
             mirror.path,
         ]);
     }
     table.print()?;
+    if let Err(error) = &alone {
+        print(&format!("\nALONE is unknown: {error}\n"))?;
+    }
     if forget.is_empty() {
         return Ok(());
     }
@@ -60,6 +75,13 @@ pub(crate) fn list(repository: &Repository, style: Style) -> Outcome {
         "\nstale?: another mirror was attached in the same directory later. If the older one is \
          gone, forget it:\n{forget}"
     ))
+}
+
+/// The bytes that each mirror alone keeps from being freed.
+fn alone(repository: &Repository) -> cairn_store::Result<BTreeMap<MirrorId, Bytes>> {
+    let activity = Activity::new();
+    let progress = |blobs| activity.set(|| format!("looked at {}", count(blobs, "blob")));
+    mirror_usage(repository, &progress)
 }
 
 /// The mirrors in whose directory another mirror was attached later. The path does not prove that

@@ -58,9 +58,9 @@ pub(crate) struct Cli {
     pub(crate) command: Command,
 }
 
-/// The ids of the global options that a command does not use. The command accepts them, so that a
-/// wrapper can pass them to every command. Its help does not show them.
-const UNUSED: [(&str, &[&str]); 18] = [
+/// The ids of the global options that a command and its subcommands do not use. The command accepts
+/// them, so that a wrapper can pass them to every command. Its help does not show them.
+const UNUSED: [(&str, &[&str]); 19] = [
     ("create", &["bytes"]),
     ("clone", &["bytes"]),
     ("export", &["bytes"]),
@@ -71,13 +71,15 @@ const UNUSED: [(&str, &[&str]); 18] = [
     ("meta", &["bytes"]),
     ("policy", &["bytes"]),
     ("prune", &["bytes"]),
-    ("mirrors", &["bytes"]),
+    ("mirrors forget", &["bytes"]),
     ("checkpoint", &["store", "keys", "insecure", "bytes"]),
     ("status", &["store", "keys", "insecure"]),
     ("stats", &["store", "keys", "insecure"]),
     ("serve", &["store", "bytes"]),
     ("supervise", &["bytes"]),
     ("keys", &["store", "insecure", "bytes"]),
+    // It names its directory as an argument.
+    ("keys init", &["keys"]),
     ("catalog", &["bytes"]),
 ];
 
@@ -103,18 +105,29 @@ pub fn command_line() -> clap::Command {
 /// Hides the global options that a command does not use from its help.
 fn without_unused_options(mut command: clap::Command) -> clap::Command {
     let options: Vec<_> = command.get_arguments().cloned().collect();
-    for (name, unused) in UNUSED {
+    for (path, unused) in UNUSED {
         // A subcommand that has an argument of this id does not inherit the global one.
         let hidden = options
             .iter()
             .filter(|option| unused.contains(&option.get_id().as_str()))
             .map(|option| option.clone().hide(true));
-        command = command.mut_subcommand(name, |subcommand| subcommand.args(hidden));
+        command = change_subcommand(command, path, |subcommand| subcommand.args(hidden));
     }
-    // `keys init` names its directory as an argument.
-    let hidden = options.into_iter().find(|option| option.get_id() == "keys");
-    let hidden = hidden.map(|option| option.hide(true));
-    command.mut_subcommand("keys", |keys| keys.mut_subcommand("init", |init| init.args(hidden)))
+    command
+}
+
+/// Changes the subcommand at the end of this path of names.
+fn change_subcommand(
+    command: clap::Command,
+    path: &str,
+    change: impl FnOnce(clap::Command) -> clap::Command,
+) -> clap::Command {
+    match path.split_once(' ') {
+        Some((name, rest)) => {
+            command.mut_subcommand(name, |subcommand| change_subcommand(subcommand, rest, change))
+        }
+        None => command.mut_subcommand(path, change),
+    }
 }
 
 /// Ignores the environment variables of these options that are set and empty: a file for systemd may
@@ -327,6 +340,9 @@ pub(crate) enum Command {
         after_help = "A mirror keeps the content of the snapshot that it continues, even if the snapshot was \
                       removed, until it is forgotten. One of `cairn-blk --ephemeral` is forgotten when its \
                       process stops, or 10 minutes after its process was last heard of.\n\n\
+                      ALONE is what only this mirror keeps: forgetting it and a collection free that. It \
+                      is counted if the snapshot was removed, which reads the tree nodes of all \
+                      snapshots.\n\n\
                       Examples:\n  cairn mirrors\n  cairn mirrors forget --unseen 30d --dry-run\n  \
                       cairn mirrors forget 0f3b5c8a9d1e4f60b2a7c4d8e9f01234"
     )]

@@ -35,7 +35,7 @@ fn help_shows_only_the_global_options_that_a_command_uses() {
         (&["policy"], repository),
         (&["policy", "set"], repository),
         (&["prune"], repository),
-        (&["mirrors"], repository),
+        (&["mirrors"], sizes),
         (&["mirrors", "forget"], repository),
         (&["checkpoint"], &["--json"]),
         (&["status"], disk),

@@ -1,5 +1,6 @@
 //! The list of mirrors.
 
+use std::fs;
 use std::thread::sleep;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -8,7 +9,8 @@ use cairn_store::{MirrorId, MirrorOwner, Mode, Repository};
 use cairn_store::documents::{Change, Documents, Query, SqliteDocuments};
 use serde_json::Value;
 
-use crate::support::Place;
+use crate::lab::random;
+use crate::support::{Place, Timeline};
 
 /// Waits until the clock shows another second, because the catalog stores times in whole seconds.
 fn next_second() {
@@ -69,6 +71,42 @@ fn mirrors_that_another_one_replaced_in_their_directory_are_marked_until_they_ar
     place.ok(&["mirrors", "forget", &ids[1]]);
     assert!(!place.ok(&["mirrors"]).contains("stale?"));
     running.release(None).unwrap();
+}
+
+#[test]
+fn a_mirror_of_a_removed_snapshot_shows_what_only_it_keeps() {
+    const CHUNK: usize = 256 << 10;
+    let place = Place::new();
+    fs::write(place.path("disk.raw"), random(1, 4 * CHUNK)).unwrap();
+    place.ok(&["import", "disk.raw", "vm1"]);
+    let repository =
+        Repository::open(&format!("dir:{}", place.path("repository").display())).unwrap();
+    let first = repository.catalog().resolve(&"vm1".parse().unwrap()).unwrap();
+    let owner = MirrorOwner::this_process(MirrorId::from_bytes([1; 16]), "/reader").unwrap();
+    let reader = repository.attach(&owner, &first, Mode::ReadOnly).unwrap();
+    let timeline = Timeline::attach_to(&repository, "vm1");
+    timeline.take_changed(&repository, 1_000_000, (2, &random(2, CHUNK)));
+    let alone = || place.json(&["mirrors"])[0]["alone_bytes"].clone();
+    assert_eq!(alone(), 0, "the snapshot exists");
+
+    place.ok(&["pin", "vm1@2"]);
+    place.ok(&["rm", "vm1@1"]);
+    timeline.detach();
+    assert_eq!(alone(), CHUNK);
+    let table = place.ok(&["mirrors"]);
+    let (heading, row) = table.split_once('\n').unwrap();
+    let end = heading.find("ALONE").unwrap() + "ALONE".len();
+    assert!(row[..end].ends_with(" 256 KiB"), "{table}");
+
+    let freed = || place.json(&["gc", "--grace", "0"])["freed_bytes"].as_u64().unwrap();
+    assert_eq!(freed(), 0);
+    let text = place.ok(&["gc", "--grace", "0"]);
+    assert!(text.contains("/reader continues vm1@1, which was removed"), "{text}");
+    assert!(text.contains("1 pinned snapshot of vm1"), "{text}");
+    reader.release(None).unwrap();
+    place.ok(&["mirrors", "forget", &owner.id.to_string()]);
+    assert!(freed() >= CHUNK as u64);
+    assert_eq!(place.json(&["mirrors"]), Value::Array(Vec::new()));
 }
 
 /// Changes when a mirror was last used, as the catalog knows it.

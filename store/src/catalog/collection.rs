@@ -17,7 +17,7 @@
 //! - A collection raises the number, and then reads all documents as of one moment. So each commit
 //!   is published by then, or its document is among them, or its number is that of the collection.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 use serde::{Deserialize, Serialize};
 
@@ -34,7 +34,7 @@ use crate::collection::CollectionNumber;
 use crate::documents::{Change, Query, View};
 use crate::error::{Error, Result};
 use crate::geometry::{Geometry, MAX_SIZE};
-use crate::id::{ImageId, LeaseId};
+use crate::id::{ImageId, LeaseId, MirrorId};
 use crate::name::{ImageName, SnapshotRef};
 use crate::planted::{Defect, is_planted};
 use crate::process::{Process, host_name};
@@ -130,20 +130,29 @@ pub(crate) struct MarkedRoot {
     /// The index of the image in [`CollectionRoots::images`].
     pub(crate) image: u32,
     pub(crate) number: u64,
-    /// Whether it is the content of a snapshot, and not what a mirror or a reader needs.
-    pub(crate) is_snapshot: bool,
+    pub(crate) owner: RootOwner,
+}
+
+/// What a collection keeps content for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RootOwner {
+    Snapshot,
+    /// A mirror, which needs the content of its parent.
+    Mirror(MirrorId),
+    Reader,
 }
 
 /// Something that keeps a collection from freeing space.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SpaceHolder {
-    /// `commit`, `reader` or `mirror`.
+    /// `commit`, `reader`, `mirror` or `pin`.
     pub kind: &'static str,
     /// What it does or keeps.
     pub what: String,
-    /// The host.
+    /// The host; empty for a pin.
     pub host: String,
-    /// When it began, or when the mirror was last attached: seconds since 1970.
+    /// When it began, when the mirror was last attached, or when the oldest pinned snapshot was taken:
+    /// seconds since 1970.
     pub since: u64,
     /// Blobs that were stored or found since this collection are kept; `None` if it keeps content.
     pub collection: Option<CollectionNumber>,
@@ -339,7 +348,7 @@ impl Catalog {
         let mut all = CollectionRoots::default();
         let mut images: HashMap<ImageId, (u32, u32)> = HashMap::new();
         let mut mirrors = Vec::new();
-        let mut kept = HashSet::new();
+        let (mut kept, mut pins) = (HashSet::new(), BTreeMap::<u32, (u64, u64)>::new());
         // In the order of the keys: images precede mirrors, and both precede snapshots.
         let prefixes = [COMMITS, IMAGES, MIRRORS, READERS, SNAPSHOTS];
         self.documents.scan(&prefixes, &mut |key, document| {
@@ -355,7 +364,8 @@ impl Catalog {
                 let at = u32::try_from(all.images.len()).expect("a catalog has fewer images");
                 all.images.push(name.parse()?);
                 images.insert(image.id, (at, image.chunk_size));
-            } else if key.starts_with(MIRRORS) {
+            } else if let Some(id) = key.strip_prefix(MIRRORS) {
+                let id = id.parse()?;
                 let mirror: MirrorDocument = document.decode(key)?;
                 if let Some(&(image, chunk_size)) = images.get(&mirror.image_id) {
                     // The tree itself tells the size that the parent had.
@@ -366,7 +376,7 @@ impl Catalog {
                         root,
                         image,
                         number,
-                        is_snapshot: false,
+                        owner: RootOwner::Mirror(id),
                     });
                     mirrors.push((image, mirror));
                 }
@@ -381,7 +391,7 @@ impl Catalog {
                         root,
                         image,
                         number,
-                        is_snapshot: false,
+                        owner: RootOwner::Reader,
                     });
                     all.hold_since(&one.holder, "reader", None);
                 }
@@ -394,8 +404,18 @@ impl Catalog {
                 {
                     let geometry = Geometry::new(snapshot.size, chunk_size)?;
                     let root = Root(snapshot.root);
-                    all.roots.push(MarkedRoot { geometry, root, image, number, is_snapshot: true });
+                    all.roots.push(MarkedRoot {
+                        geometry,
+                        root,
+                        image,
+                        number,
+                        owner: RootOwner::Snapshot,
+                    });
                     kept.insert((image, number));
+                    if snapshot.is_pinned {
+                        let (count, since) = pins.entry(image).or_insert((0, u64::MAX));
+                        (*count, *since) = (*count + 1, snapshot.time.min(*since));
+                    }
                 }
             }
             Ok(())
@@ -411,17 +431,14 @@ impl Catalog {
                 all.oldest = all.oldest.into_iter().chain([collection]).min();
             }
             if mirror.root.is_some() && !kept.contains(&(image, mirror.parent)) {
-                let name = SnapshotRef::number(&all.images[image as usize], mirror.parent);
-                let what = format!("{} continues {name}, which was removed", mirror.path);
-                let (host, since) = (mirror.host.clone(), mirror.attached);
-                all.holders.push(SpaceHolder {
-                    kind: "mirror",
-                    what,
-                    host,
-                    since,
-                    collection: None,
-                });
+                hold(format!("{} continues {name}, which was removed", mirror.path), None);
             }
+        }
+        for (image, (count, since)) in pins {
+            let plural = if count == 1 { "" } else { "s" };
+            let what = format!("{count} pinned snapshot{plural} of {}", all.images[image as usize]);
+            let host = String::new();
+            all.holders.push(SpaceHolder { kind: "pin", what, host, since, collection: None });
         }
         Ok(all)
     }

@@ -61,7 +61,7 @@ use std::time::{Duration, Instant};
 
 pub(crate) use self::available::Available;
 pub(crate) use self::collection::{
-    CollectionRoots, CommitBasis, LEASED_SECONDS, MarkedRoot, commit_key,
+    CollectionRoots, CommitBasis, LEASED_SECONDS, MarkedRoot, RootOwner, commit_key,
 };
 pub use self::collection::{CompletedCollection, SpaceHolder};
 pub(crate) use self::documents::StoredSummary;

@@ -1,4 +1,5 @@
-//! What snapshots and images take: the bytes that nothing else refers to, and those that they share.
+//! What snapshots, images and mirrors take: the bytes that nothing else refers to, and those that they
+//! share.
 //!
 //! ```text
 //! all roots, with their owners ─► sorted by node, for each level from the top:
@@ -8,21 +9,22 @@
 //!     node C of other ┘                      └─► bytes of the node: unique or shared
 //! ```
 //!
-//! - An *owner* is a snapshot of an image that was asked for, several snapshots of one image, or
-//!   anything else: other images, mirrors and readers.
+//! - Roots that were asked for form *groups*: the snapshots of an image are the members of one, and a
+//!   mirror is the only member of its own. An *owner* is a member, several members of one group, or
+//!   everything that was not asked for.
 //! - All references to the nodes of a level come from the level above. So the owners of a node are
 //!   complete when it is read, each node is read once, however many trees have it, and no set of names
 //!   is in memory: the references are sorted in temporary files.
-//! - Owners of one image are joined on the way down. So a subtree that a thousand snapshots of an image
+//! - Owners of one group are joined on the way down. So a subtree that a thousand snapshots of an image
 //!   share costs as much as that of one.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 use crate::blobs::directory::DirectoryBlobs;
-use crate::catalog::{CollectionRoots, MarkedRoot};
+use crate::catalog::{CollectionRoots, MarkedRoot, RootOwner};
 use crate::durable::sorted_runs::{RunSorter, SortedRuns, temporary_directory};
 use crate::error::{Error, ErrorKind, Result};
-use crate::id::{BlobId, NodeId};
+use crate::id::{BlobId, MirrorId, NodeId};
 use crate::name::ImageName;
 use crate::repository::Repository;
 
@@ -41,13 +43,13 @@ const MAX_ATTEMPTS: u32 = 3;
 /// Progress is reported after this many blobs.
 const REPORT_INTERVAL: u64 = 1 << 16;
 
-/// The length of a reference: the name, the image, the snapshot, and the size of the chunks.
+/// The length of a reference: the name, the group, the member, and the size of the chunks.
 const REFERENCE: usize = 41;
 
-/// Several snapshots of one image.
+/// Several members of one group.
 const SEVERAL: u32 = u32::MAX;
 
-/// Everything that was not asked for, as an image.
+/// The group of everything that was not asked for.
 const OTHERS: u32 = u32::MAX;
 
 /// The bytes that something takes.
@@ -99,11 +101,78 @@ pub fn usage(
     is_wanted: &dyn Fn(&ImageName) -> bool,
     progress: &dyn Fn(u64),
 ) -> Result<Vec<ImageUsage>> {
+    beside_collections(repository, &|| {
+        let roots = repository.catalog().collection_roots(true)?;
+        let mut numbers: BTreeMap<u32, Vec<u64>> = BTreeMap::new();
+        for root in roots.roots.iter().filter(|root| root.owner == RootOwner::Snapshot) {
+            if is_wanted(&roots.images[root.image as usize]) {
+                numbers.entry(root.image).or_default().push(root.number);
+            }
+        }
+        numbers.values_mut().for_each(|numbers| numbers.sort_unstable());
+        let places = numbers.keys().zip(0u32..).map(|(image, place)| (*image, place));
+        let places: HashMap<u32, u32> = places.collect();
+        let owner_of = |root: &MarkedRoot| {
+            let place = *places.get(&root.image).filter(|_| root.owner == RootOwner::Snapshot)?;
+            let member = numbers[&root.image].binary_search(&root.number).ok()?;
+            Some((place, member as u32))
+        };
+        let groups = numbers.values().map(Vec::len).collect::<Vec<_>>();
+        let counted = count(repository, &roots, &groups, &owner_of, progress)?;
+        let usage = |((image, numbers), group): ((&u32, &Vec<u64>), Group)| ImageUsage {
+            image: roots.images[*image as usize].clone(),
+            snapshots: numbers
+                .iter()
+                .zip(group.members)
+                .map(|(&number, Member { data, unique })| SnapshotUsage { number, data, unique })
+                .collect(),
+            unique: group.unique,
+            shared: group.shared,
+        };
+        let mut all: Vec<_> = numbers.iter().zip(counted).map(usage).collect();
+        all.sort_by(|one, other| one.image.cmp(&other.image));
+        Ok(all)
+    })
+}
+
+/// Computes what each mirror alone keeps from being freed: nothing, if the snapshot that it continues
+/// exists. Mirrors without an entry keep nothing. `progress` gets the number of blobs so far.
+pub fn mirror_usage(
+    repository: &Repository,
+    progress: &dyn Fn(u64),
+) -> Result<BTreeMap<MirrorId, Bytes>> {
+    beside_collections(repository, &|| {
+        let roots = repository.catalog().collection_roots(true)?;
+        let of_snapshots = roots.roots.iter().filter(|root| root.owner == RootOwner::Snapshot);
+        let of_snapshots: HashSet<_> = of_snapshots.map(|root| root.root).collect();
+        let mut mirrors = BTreeMap::new();
+        for root in &roots.roots {
+            if let RootOwner::Mirror(id) = root.owner
+                && !of_snapshots.contains(&root.root)
+            {
+                let place = mirrors.len() as u32;
+                mirrors.insert(id, place);
+            }
+        }
+        drop(of_snapshots);
+        if mirrors.is_empty() {
+            return Ok(BTreeMap::new());
+        }
+        let owner_of = |root: &MarkedRoot| match root.owner {
+            RootOwner::Mirror(id) => mirrors.get(&id).map(|place| (*place, 0)),
+            RootOwner::Snapshot | RootOwner::Reader => None,
+        };
+        let groups = count(repository, &roots, &vec![1; mirrors.len()], &owner_of, progress)?;
+        Ok(mirrors.iter().map(|(id, place)| (*id, groups[*place as usize].unique)).collect())
+    })
+}
+
+/// Counts again if a collection has deleted meanwhile what was removed since the roots were read.
+fn beside_collections<T>(repository: &Repository, count: &dyn Fn() -> Result<T>) -> Result<T> {
     let mut attempts = 1;
     loop {
         let before = repository.catalog().collection_number()?;
-        match count(repository, is_wanted, progress) {
-            // What was removed since the roots were read may be collected by now.
+        match count() {
             Err(error) if error.kind() == ErrorKind::Corrupt && attempts < MAX_ATTEMPTS => {
                 if repository.catalog().collection_number()? == before {
                     return Err(error);
@@ -115,13 +184,38 @@ pub fn usage(
     }
 }
 
+/// The group and the member that a root is, if it was asked for.
+type OwnerOf<'a> = dyn Fn(&MarkedRoot) -> Option<(u32, u32)> + 'a;
+
+/// What a group of roots takes.
+#[derive(Default)]
+struct Group {
+    members: Vec<Member>,
+    /// What only this group refers to.
+    unique: Bytes,
+    /// Bytes of the chunks that this group and something else refer to.
+    shared: u64,
+}
+
+#[derive(Clone, Default)]
+struct Member {
+    /// Bytes of all its chunks, each as often as it occurs.
+    data: u64,
+    /// What only this member refers to.
+    unique: Bytes,
+}
+
+/// Counts what the groups take. `sizes` has their numbers of members.
 fn count(
     repository: &Repository,
-    is_wanted: &dyn Fn(&ImageName) -> bool,
+    roots: &CollectionRoots,
+    sizes: &[usize],
+    owner_of: &OwnerOf<'_>,
     progress: &dyn Fn(u64),
-) -> Result<Vec<ImageUsage>> {
-    let roots = repository.catalog().collection_roots(true)?;
-    let mut counting = Counting::new(repository, &roots, is_wanted, progress);
+) -> Result<Vec<Group>> {
+    let group = |&size| Group { members: vec![Member::default(); size], ..Group::default() };
+    let groups = sizes.iter().map(group).collect();
+    let mut counting = Counting { repository, groups, unique: Vec::new(), blobs: 0, progress };
     let mut levels: Vec<RunSorter<REFERENCE>> = Vec::new();
     for root in &roots.roots {
         let Some(id) = root.root.0 else { continue };
@@ -129,7 +223,7 @@ fn count(
         while levels.len() <= level {
             levels.push(references());
         }
-        levels[level].push(counting.owner(root).reference(id.as_bytes()));
+        levels[level].push(Owner::of(root, owner_of).reference(id.as_bytes()));
     }
     let mut chunks = references();
     while let Some(nodes) = levels.pop() {
@@ -138,8 +232,8 @@ fn count(
         counting.count_nodes(level, nodes.finish()?, below)?;
     }
     counting.count_chunks(chunks.finish()?)?;
-    counting.count_data(&roots)?;
-    Ok(counting.finish())
+    counting.count_data(roots, owner_of)?;
+    Ok(counting.groups)
 }
 
 fn level_of(repository: &Repository, root: NodeId) -> Result<u8> {
@@ -154,18 +248,23 @@ fn references() -> RunSorter<REFERENCE> {
 /// One of those that refer to a blob.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Owner {
-    image: u32,
-    snapshot: u32,
+    group: u32,
+    member: u32,
     /// The size of its chunks, as a power of two.
     chunk_bits: u8,
 }
 
 impl Owner {
+    fn of(root: &MarkedRoot, owner_of: &OwnerOf<'_>) -> Owner {
+        let (group, member) = owner_of(root).unwrap_or((OTHERS, SEVERAL));
+        Owner { group, member, chunk_bits: root.geometry.chunk_size().trailing_zeros() as u8 }
+    }
+
     fn reference(self, name: &[u8; 32]) -> [u8; REFERENCE] {
         let mut entry = [self.chunk_bits; REFERENCE];
         entry[..32].copy_from_slice(name);
-        entry[32..36].copy_from_slice(&self.image.to_be_bytes());
-        entry[36..40].copy_from_slice(&self.snapshot.to_be_bytes());
+        entry[32..36].copy_from_slice(&self.group.to_be_bytes());
+        entry[36..40].copy_from_slice(&self.member.to_be_bytes());
         entry
     }
 }
@@ -173,10 +272,10 @@ impl Owner {
 fn parse(entry: &[u8; REFERENCE]) -> ([u8; 32], Owner) {
     let (name, rest) = entry.split_first_chunk::<32>().expect("41 bytes");
     let u32_at = |at: usize| u32::from_be_bytes(rest[at..at + 4].try_into().expect("4 bytes"));
-    (*name, Owner { image: u32_at(0), snapshot: u32_at(4), chunk_bits: rest[8] })
+    (*name, Owner { group: u32_at(0), member: u32_at(4), chunk_bits: rest[8] })
 }
 
-/// A blob with all its owners: one for each image.
+/// A blob with all its owners: one for each group.
 struct Owned {
     name: [u8; 32],
     owners: Vec<Owner>,
@@ -186,13 +285,13 @@ impl Owned {
     /// The owner, if there is only one, and it was asked for.
     fn only(&self) -> Option<Owner> {
         match self.owners[..] {
-            [owner] if owner.image != OTHERS => Some(owner),
+            [owner] if owner.group != OTHERS => Some(owner),
             _ => None,
         }
     }
 }
 
-/// Joins the references to one blob. They are sorted by image.
+/// Joins the references to one blob. They are sorted by group.
 fn owned(references: &SortedRuns<REFERENCE>) -> Result<impl Iterator<Item = Result<Owned>>> {
     let mut references = references.read()?.peekable();
     Ok(std::iter::from_fn(move || {
@@ -207,7 +306,7 @@ fn owned(references: &SortedRuns<REFERENCE>) -> Result<impl Iterator<Item = Resu
             match &mut blob {
                 None => blob = Some(Owned { name, owners: vec![owner] }),
                 Some(blob) if blob.name == name => match blob.owners.last_mut() {
-                    Some(last) if last.image == owner.image => last.snapshot = SEVERAL,
+                    Some(last) if last.group == owner.group => last.member = SEVERAL,
                     _ => blob.owners.push(owner),
                 },
                 Some(_) => return blob.map(Ok),
@@ -219,57 +318,14 @@ fn owned(references: &SortedRuns<REFERENCE>) -> Result<impl Iterator<Item = Resu
 
 struct Counting<'a> {
     repository: &'a Repository,
-    /// The images that were asked for, and the positions of the catalog's images among them.
-    images: Vec<ImageUsage>,
-    positions: HashMap<u32, u32>,
+    groups: Vec<Group>,
     /// Blobs with one owner, whose space is not known yet.
     unique: Vec<(BlobId, Owner)>,
     blobs: u64,
     progress: &'a dyn Fn(u64),
 }
 
-impl<'a> Counting<'a> {
-    fn new(
-        repository: &'a Repository,
-        roots: &CollectionRoots,
-        is_wanted: &dyn Fn(&ImageName) -> bool,
-        progress: &'a dyn Fn(u64),
-    ) -> Counting<'a> {
-        let mut numbers: BTreeMap<u32, Vec<u64>> = BTreeMap::new();
-        for root in roots.roots.iter().filter(|root| root.is_snapshot) {
-            if is_wanted(&roots.images[root.image as usize]) {
-                numbers.entry(root.image).or_default().push(root.number);
-            }
-        }
-        let (mut images, mut positions) = (Vec::new(), HashMap::new());
-        for (image, mut numbers) in numbers {
-            numbers.sort_unstable();
-            let snapshot = |number| SnapshotUsage { number, data: 0, unique: Bytes::default() };
-            positions.insert(image, images.len() as u32);
-            images.push(ImageUsage {
-                image: roots.images[image as usize].clone(),
-                snapshots: numbers.into_iter().map(snapshot).collect(),
-                unique: Bytes::default(),
-                shared: 0,
-            });
-        }
-        Counting { repository, images, positions, unique: Vec::new(), blobs: 0, progress }
-    }
-
-    fn owner(&self, root: &MarkedRoot) -> Owner {
-        let chunk_bits = root.geometry.chunk_size().trailing_zeros() as u8;
-        let position = self.positions.get(&root.image).filter(|_| root.is_snapshot);
-        let (image, snapshot) = match position {
-            Some(image) => {
-                let all = &self.images[*image as usize].snapshots;
-                let at = all.binary_search_by_key(&root.number, |one| one.number);
-                (*image, at.map_or(SEVERAL, |at| at as u32))
-            }
-            None => (OTHERS, SEVERAL),
-        };
-        Owner { image, snapshot, chunk_bits }
-    }
-
+impl Counting<'_> {
     /// Counts the nodes of a level, and passes their owners on to their children.
     fn count_nodes(
         &mut self,
@@ -322,8 +378,8 @@ impl<'a> Counting<'a> {
                 }
             }
             None => {
-                for owner in one.owners.iter().filter(|owner| owner.image != OTHERS) {
-                    self.images[owner.image as usize].shared += chunk;
+                for owner in one.owners.iter().filter(|owner| owner.group != OTHERS) {
+                    self.groups[owner.group as usize].shared += chunk;
                 }
             }
         }
@@ -331,10 +387,10 @@ impl<'a> Counting<'a> {
     }
 
     fn add_unique(&mut self, owner: Owner, bytes: Bytes) {
-        let image = &mut self.images[owner.image as usize];
-        let snapshot = image.snapshots.get_mut(owner.snapshot as usize);
-        let snapshot = snapshot.map(|one| &mut one.unique);
-        for unique in std::iter::once(&mut image.unique).chain(snapshot) {
+        let group = &mut self.groups[owner.group as usize];
+        let member = group.members.get_mut(owner.member as usize);
+        let member = member.map(|one| &mut one.unique);
+        for unique in std::iter::once(&mut group.unique).chain(member) {
             unique.chunks += bytes.chunks;
             unique.stored += bytes.stored;
         }
@@ -353,27 +409,16 @@ impl<'a> Counting<'a> {
         Ok(())
     }
 
-    /// Counts the chunks of each snapshot.
-    fn count_data(&mut self, roots: &CollectionRoots) -> Result<()> {
+    /// Counts the chunks of each member.
+    fn count_data(&mut self, roots: &CollectionRoots, owner_of: &OwnerOf<'_>) -> Result<()> {
         let mut counts = HashMap::new();
-        for root in roots.roots.iter().filter(|root| root.is_snapshot) {
-            let owner = self.owner(root);
-            if owner.image == OTHERS {
-                continue;
-            }
+        for root in &roots.roots {
+            let Some((group, member)) = owner_of(root) else { continue };
             let chunks = self.repository.trees().count_chunks(&root.root, &mut counts)?;
-            let image = &mut self.images[owner.image as usize];
-            if let Some(snapshot) = image.snapshots.get_mut(owner.snapshot as usize) {
-                snapshot.data = chunks * u64::from(root.geometry.chunk_size());
-            }
+            let data = chunks * u64::from(root.geometry.chunk_size());
+            self.groups[group as usize].members[member as usize].data = data;
         }
         Ok(())
-    }
-
-    fn finish(self) -> Vec<ImageUsage> {
-        let mut images = self.images;
-        images.sort_by(|one, other| one.image.cmp(&other.image));
-        images
     }
 }
 

@@ -5,8 +5,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use seeded_rng::Rng;
 use tempfile::TempDir;
 
-use super::{ImageUsage, usage};
+use super::{ImageUsage, mirror_usage, usage};
 use crate::blobs::NewBlob;
+use crate::catalog::RootOwner;
 use crate::geometry::{ChunkIndex, Geometry};
 use crate::id::{BlobId, MirrorId};
 use crate::maintenance::collection::{CollectionOptions, collect};
@@ -114,7 +115,7 @@ impl Bench {
             let mut seen = std::collections::HashSet::new();
             let trees = self.repository.trees();
             assert_eq!(trees.references(&root.root, root.geometry, &mut seen, &mut visit), 0);
-            let image = match root.is_snapshot {
+            let image = match root.owner == RootOwner::Snapshot {
                 true => roots.images[root.image as usize].to_string(),
                 false => String::new(),
             };
@@ -243,4 +244,50 @@ fn images_that_were_not_asked_for_count_as_others() {
     let empty = asked("empty").unwrap();
     assert_eq!((empty[0].unique.stored, empty[0].snapshots[0].data), (0, 0));
     assert_eq!(asked("none").unwrap(), []);
+}
+
+#[test]
+fn a_mirror_that_is_forgotten_frees_what_was_said() {
+    let bench = Bench::new();
+    let said = || mirror_usage(&bench.repository, &|_| ()).unwrap();
+    let id = |id| MirrorId::from_bytes([id; 16]);
+    let first = bench.image("vm", 600, &[(0, 1), (1, 2), (300, 3)]);
+    bench.image("other", 600, &[(0, 2)]);
+    let attachment = bench.attach("vm", 1);
+    bench.snapshot(&attachment, &first.root, &[(5, 10), (301, 11)]);
+    attachment.release(None).unwrap();
+    assert_eq!(said(), BTreeMap::new(), "its snapshot exists");
+    // The next snapshot comes from another mirror, so that the first one continues a removed snapshot.
+    let second = bench.attach("vm", 2);
+    let newest = bench.repository.catalog().resolve(&"vm".parse().unwrap()).unwrap();
+    bench.snapshot(&second, &newest.root, &[(5, 12)]);
+    second.release(None).unwrap();
+    bench.repository.remove_snapshot(&"vm@2".parse().unwrap()).unwrap();
+    bench.collect();
+    let alone = said();
+    assert_eq!(alone.keys().copied().collect::<Vec<_>>(), [id(1)]);
+    // Chunk 10. Chunk 11 is in the snapshot after it, too.
+    assert_eq!(alone[&id(1)].chunks, CHUNK);
+    bench.repository.forget_mirror(&id(1)).unwrap();
+    assert_eq!((bench.collect(), said()), (alone[&id(1)].stored, BTreeMap::new()));
+}
+
+#[test]
+fn what_two_mirrors_keep_belongs_to_neither() {
+    let bench = Bench::new();
+    let first = bench.image("vm", 4, &[(0, 1)]);
+    let attachment = bench.attach("vm", 1);
+    bench.snapshot(&attachment, &first.root, &[(1, 2)]);
+    let newest = bench.repository.catalog().resolve(&"vm".parse().unwrap()).unwrap();
+    let owner = MirrorOwner::this_process(MirrorId::from_bytes([2; 16]), "/second").unwrap();
+    let reader = bench.repository.attach(&owner, &newest, Mode::ReadOnly).unwrap();
+    attachment.release(None).unwrap();
+    bench.image("last", 4, &[(0, 1)]);
+    bench.repository.remove_snapshot(&"vm@2".parse().unwrap()).unwrap();
+    let all = mirror_usage(&bench.repository, &|_| ()).unwrap();
+    assert_eq!(all.values().map(|bytes| bytes.chunks).collect::<Vec<_>>(), [0, 0]);
+    bench.repository.forget_mirror(&MirrorId::from_bytes([1; 16])).unwrap();
+    let all = mirror_usage(&bench.repository, &|_| ()).unwrap();
+    assert_eq!(all.values().map(|bytes| bytes.chunks).collect::<Vec<_>>(), [CHUNK]);
+    drop(reader);
 }
