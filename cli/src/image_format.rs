@@ -5,6 +5,9 @@ use clap::ValueEnum;
 /// How many bytes of a file tell its format.
 pub(crate) const HEADER: usize = 512;
 
+/// How many bytes at the end of a file tell its format.
+pub(crate) const FOOTER: usize = 512;
+
 /// Where the descriptor inside a VMDK file begins, and its length in bytes.
 pub(crate) const VMDK_DESCRIPTOR: (u64, usize) = (512, 20 * 512);
 
@@ -32,8 +35,16 @@ impl Format {
         }
     }
 
-    /// Recognises the format of a file by its first bytes. The error says what it is, if it is a
-    /// format that cannot be imported. Everything else is raw.
+    /// Recognises the format of a file by its first and last bytes. The error says what it is, if it is
+    /// a format that cannot be imported. Everything else is raw.
+    pub(crate) fn of_file(header: &[u8], footer: &[u8]) -> Result<Format, &'static str> {
+        match Format::of(header)? {
+            Format::Raw if footer.starts_with(b"conectix") => Err("a VHD image of fixed size"),
+            format => Ok(format),
+        }
+    }
+
+    /// Recognises the format of content by its first bytes.
     pub(crate) fn of(header: &[u8]) -> Result<Format, &'static str> {
         let begins = |magic: &[u8]| header.starts_with(magic);
         match header {

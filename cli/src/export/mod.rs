@@ -40,6 +40,9 @@ pub(crate) struct Options {
     pub(crate) style: Style,
 }
 
+/// The name of standard output.
+const STREAM: &str = "-";
+
 /// The kinds of targets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Target {
@@ -56,7 +59,10 @@ pub(crate) fn export(
 ) -> Outcome {
     let doing = || format!("exporting {name} to {}", path.display());
     // The name of a link leads to the file, which gets the content.
-    let path = fs::canonicalize(path).map_or(Cow::Borrowed(path), Cow::Owned);
+    let path = match path == Path::new(STREAM) {
+        true => Cow::Borrowed(path),
+        false => fs::canonicalize(path).map_or(Cow::Borrowed(path), Cow::Owned),
+    };
     let target = check_target(&path, options, doing)?;
     let (snapshot, lease) = begin(repository, name, &doing)?;
     let base = options.base.as_ref().map(|base| begin(repository, base, &doing)).transpose()?;
@@ -101,13 +107,19 @@ fn begin(
 /// Refuses a target that cannot work, before hours of copying.
 fn check_target(path: &Path, options: &Options, doing: impl Fn() -> String) -> Outcome<Target> {
     let refuse = |exit: Exit, why: &str| Err(Failure::new(exit, doing(), why));
-    if path == Path::new("-") {
+    if path == Path::new(STREAM) {
         return match options.base {
             Some(_) => refuse(Exit::Usage, "--base is for a file that holds the base, not for -"),
             None => Ok(Target::Stream),
         };
     }
     let found = fs::metadata(path).map(|metadata| metadata.file_type());
+    if found.is_err() && path.is_symlink() {
+        return refuse(
+            Exit::Conflict,
+            "it is a link to a file that does not exist; remove the link",
+        );
+    }
     match (found, &options.base) {
         (Ok(kind), Some(_)) if kind.is_file() => Ok(Target::File),
         (Ok(kind), Some(_)) if kind.is_block_device() => Ok(Target::Device),

@@ -40,6 +40,10 @@ pub(crate) fn export(
     options: &Options,
     doing: &(impl Fn() -> String + Sync),
 ) -> Outcome {
+    let replaced = File::open(target).ok();
+    if let Some(replaced) = &replaced {
+        lock_target(replaced, target, doing)?;
+    }
     let mut part = Part::open(target, snapshot, options, doing)?;
     let from = part.record.durable_chunks;
     if from > 0 && !options.style.json {
@@ -62,8 +66,31 @@ pub(crate) fn export(
         doing,
     );
     copied.map_err(|failure| part.keep(failure))?;
+    if let Some(replaced) = &replaced {
+        take_owner_and_mode(disk.file(), replaced).doing(doing)?;
+    }
     disk.file().sync_all().doing(doing)?;
     part.place(target, options.force).doing(doing)
+}
+
+/// Locks the file that will be replaced, for as long as it is open. The process of a mirror holds a lock
+/// on the mirror's data.
+fn lock_target(file: &File, path: &Path, doing: &impl Fn() -> String) -> Outcome {
+    match file.try_lock() {
+        Err(TryLockError::WouldBlock) => {
+            let why = format!("another process uses {}; stop it first", path.display());
+            Err(Failure::new(Exit::Conflict, doing(), why))
+        }
+        // Some file systems have no locks.
+        _ => Ok(()),
+    }
+}
+
+/// Gives a new file the owner and the mode of the file that it replaces, as far as this user may.
+fn take_owner_and_mode(new: &File, old: &File) -> io::Result<()> {
+    let old = old.metadata()?;
+    let _ = std::os::unix::fs::fchown(new, Some(old.uid()), Some(old.gid()));
+    new.set_permissions(old.permissions())
 }
 
 fn offset_of(geometry: Geometry, chunk: u64) -> u64 {

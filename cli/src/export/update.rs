@@ -5,9 +5,9 @@
 //! repairs it: it writes all differences again. Another export into the file is refused. A device has
 //! no record.
 
-use std::fs::{File, OpenOptions};
+use std::fs::{self, File, OpenOptions};
 use std::io::{Seek, SeekFrom};
-use std::os::unix::fs::FileTypeExt;
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use cairn_store::{Repository, Snapshot};
@@ -31,8 +31,11 @@ pub(crate) fn update(
     options: &Options,
     doing: &(impl Fn() -> String + Sync),
 ) -> Outcome {
-    let mut file = OpenOptions::new().read(true).write(true).open(target).doing(doing)?;
-    let is_device = file.metadata().doing(doing)?.file_type().is_block_device();
+    let is_device = fs::metadata(target).doing(doing)?.file_type().is_block_device();
+    // The kernel refuses a device that is mounted, or in use by another device.
+    let flags = if is_device { libc::O_EXCL } else { 0 };
+    let file = OpenOptions::new().read(true).write(true).custom_flags(flags).open(target);
+    let mut file = file.doing(doing)?;
     lock_file(&file, target, doing)?;
     let [from, to] = [base, snapshot].map(Content::of);
     let jobs = jobs::differences(repository, base, snapshot).doing(doing)?;
@@ -40,8 +43,19 @@ pub(crate) fn update(
         super::device::check_size(&mut file, from.size.max(to.size), doing)?;
         let disk = Disk::new(file, Unwritten::DeviceData);
         let copy = Copy { repository, geometry: snapshot.geometry, disk: &disk };
-        copy.run(jobs, &mut |_| Ok(()), doing)?;
-        return disk.sync().doing(doing);
+        // Behind the end of the base the device has something else, and the snapshots do not differ.
+        let grown = from.size..to.size.max(from.size);
+        let written = disk.zero(grown).doing(doing);
+        let written = written.and_then(|()| copy.run(jobs, &mut |_| Ok(()), doing));
+        return written.and_then(|()| disk.sync().doing(doing)).map_err(|failure| {
+            failure.and(format!(
+                "{} may be part way between {} and {}, which nothing records; run the same command \
+                 again, or export the whole snapshot",
+                target.display(),
+                base.name(),
+                snapshot.name()
+            ))
+        });
     }
 
     let path = record_path(target);

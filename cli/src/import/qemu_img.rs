@@ -3,15 +3,16 @@
 //! | what an image could do | why it cannot |
 //! |---|---|
 //! | name a file of the host, whose content would be imported | it is refused: [`check_references`], and what `qemu-img info` reports |
-//! | be cut off, and read as zeros there | `qemu-img check` comes first |
+//! | name such a file for a moment, while it is converted | it must not change meanwhile |
+//! | be cut off, and read as zeros there | `qemu-img check` and `qemu-img map` come first |
 //! | be taken for another format than the one that was checked | `qemu-img` is told the format |
 //! | have a name that `qemu-img` takes for a network address | it gets the open file, not its name |
 //! | be raw, with content that looks like another format | it is recognised and said; `--format raw` |
 //! | leave its raw copy behind | the copy never has a name |
 
 use std::env;
-use std::fs::{File, OpenOptions};
-use std::io::{self, Read, Seek};
+use std::fs::{File, Metadata, OpenOptions};
+use std::io::{self, BufRead, BufReader, Read, Seek};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
@@ -22,7 +23,7 @@ use serde_json::Value;
 
 use crate::args::Style;
 use crate::failure::{Doing, Exit, Failure, Outcome};
-use crate::image_format::{Format, HEADER, VMDK_DESCRIPTOR, check_references};
+use crate::image_format::{FOOTER, Format, HEADER, VMDK_DESCRIPTOR, check_references};
 use crate::progress::Activity;
 
 /// The name of the image for `qemu-img`: its standard input.
@@ -42,13 +43,25 @@ pub(crate) fn format_of(
 ) -> Outcome<Format> {
     match given {
         Some(format) => Ok(format),
-        None => recognised(&read_some(file, 0, HEADER).doing(doing)?, doing),
+        None => {
+            let header = read_some(file, 0, HEADER).doing(doing)?;
+            let len = file.metadata().doing(doing)?.len();
+            let footer = match len.checked_sub(FOOTER as u64) {
+                Some(at) => read_some(file, at, FOOTER).doing(doing)?,
+                None => Vec::new(),
+            };
+            recognised(Format::of_file(&header, &footer), doing)
+        }
     }
 }
 
-/// The format of content that begins with these bytes.
-pub(crate) fn recognised(header: &[u8], doing: &impl Fn() -> String) -> Outcome<Format> {
-    Format::of(header).map_err(|what| {
+/// The format of a stream that begins with these bytes.
+pub(crate) fn format_of_stream(header: &[u8], doing: &impl Fn() -> String) -> Outcome<Format> {
+    recognised(Format::of(header), doing)
+}
+
+fn recognised(found: Result<Format, &str>, doing: &impl Fn() -> String) -> Outcome<Format> {
+    found.map_err(|what| {
         let why = format!(
             "it looks like {what}, which cannot be imported; convert it with `qemu-img convert -O \
              raw` and import the result, or use --format raw if it is the content of a raw disk"
@@ -89,9 +102,13 @@ pub(crate) fn to_raw(
         );
         Err(Failure::new(Exit::Usage, doing(), why))
     };
-    let header = read_some(source, 0, HEADER).doing(doing)?;
-    let descriptor = read_some(source, VMDK_DESCRIPTOR.0, VMDK_DESCRIPTOR.1).doing(doing)?;
-    if let Err(why) = check_references(format, &header, &descriptor) {
+    let before = source.metadata().doing(doing)?;
+    let references = || -> Outcome<Result<(), &str>> {
+        let header = read_some(source, 0, HEADER).doing(doing)?;
+        let descriptor = read_some(source, VMDK_DESCRIPTOR.0, VMDK_DESCRIPTOR.1).doing(doing)?;
+        Ok(check_references(format, &header, &descriptor))
+    };
+    if let Err(why) = references()? {
         return refuse(why);
     }
     let mut info =
@@ -104,6 +121,7 @@ pub(crate) fn to_raw(
     let size = info["virtual-size"].as_u64().unwrap_or(0);
     check_size(size)?;
     check(source, format, doing)?;
+    check_data(source, format, doing)?;
 
     let directory = directory();
     let copy = unnamed_file(&directory)
@@ -122,7 +140,56 @@ pub(crate) fn to_raw(
         let place = directory.display();
         failure.and(format!("the raw copy is in {place}, or in TMPDIR if that is set"))
     })?;
+    // Who can change the image meanwhile could have named a file of the host for a moment. The time of a
+    // change may be the same within one tick of the clock; then the file still names the other one.
+    if is_changed(&before, &source.metadata().doing(doing)?) || references()?.is_err() {
+        let why =
+            "the image was changed while it was converted; import it when nobody writes to it";
+        return Err(Failure::new(Exit::Conflict, doing(), why));
+    }
     Ok(copy)
+}
+
+/// Whether a file was written between two looks at it.
+fn is_changed(before: &Metadata, after: &Metadata) -> bool {
+    let state = |one: &Metadata| (one.len(), one.ctime(), one.ctime_nsec());
+    state(before) != state(after)
+}
+
+/// Fails if data of the image is behind the end of its file. `qemu-img check` tolerates that within the
+/// last cluster.
+fn check_data(source: &File, format: Format, doing: &impl Fn() -> String) -> Outcome {
+    let metadata = source.metadata().doing(doing)?;
+    if !metadata.is_file() {
+        // A device is as long as it is.
+        return Ok(());
+    }
+    let len = metadata.len();
+    let mut map = qemu_img(&["map", "--output=json", "-f", format.name(), SOURCE], source, doing)?;
+    let mut map = map.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().doing(doing)?;
+    let lines = BufReader::new(map.stdout.take().expect("it is piped")).lines();
+    let mut is_cut = false;
+    for line in lines {
+        // One element of an array on each line.
+        let line = line.doing(doing)?;
+        let element = line.trim_matches(['[', ']', ',', ' ']);
+        let Ok(one) = serde_json::from_str::<Value>(element) else { continue };
+        let has_data = one["data"] == true && one["zero"] != true;
+        if let (true, Some(offset), Some(length)) =
+            (has_data, one["offset"].as_u64(), one["length"].as_u64())
+        {
+            is_cut |= offset.saturating_add(length) > len;
+        }
+    }
+    let mapped = map.wait().doing(doing)?;
+    if mapped.success() && !is_cut {
+        return Ok(());
+    }
+    let why = match is_cut {
+        true => "the image is cut off: some of its data is behind the end of the file".to_owned(),
+        false => format!("qemu-img map failed ({mapped})"),
+    };
+    Err(Failure::new(Exit::Failure, doing(), why))
 }
 
 /// Fails if the image is damaged. A conversion reads what is missing at the end of a file as zeros.

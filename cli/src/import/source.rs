@@ -52,7 +52,7 @@ impl Source {
             Some(format) => format,
             None => {
                 stream.by_ref().take(HEADER as u64).read_to_end(&mut header).doing(doing)?;
-                qemu_img::recognised(&header, doing)?
+                qemu_img::format_of_stream(&header, doing)?
             }
         };
         if format == Format::Raw {

@@ -2,7 +2,7 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io::Read;
-use std::os::unix::fs::{FileExt, MetadataExt, symlink};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt, symlink};
 use std::path::Path;
 use std::process::Stdio;
 use std::thread;
@@ -309,6 +309,67 @@ fn an_update_may_change_the_size() {
     assert!(fs::read(place.path("out.raw")).unwrap() == old);
 }
 
+/// Neither snapshot has content between the end of the first one, in the middle of a chunk, and that of
+/// the second one. The device has.
+#[test]
+fn an_update_of_a_device_to_a_larger_disk_leaves_no_old_bytes() {
+    let place = Place::new();
+    let small = random(1, 2 * CHUNK - 4096);
+    let mut large = small.clone();
+    large.resize(20 * CHUNK, 0);
+    import(&place, "small", &small);
+    import(&place, "large", &large);
+    let backing = place.path("backing");
+    fs::write(&backing, vec![0xee; large.len() + MIB]).unwrap();
+    let device = LoopDevice::of(&backing);
+    place.ok(&["export", "small", &device.0, "--force"]);
+    place.ok(&["export", "large", &device.0, "--base", "small"]);
+    let mut found = vec![0; large.len() + MIB];
+    File::open(&device.0).unwrap().read_exact(&mut found).unwrap();
+    large.resize(large.len() + MIB, 0xee);
+    assert!(found == large);
+}
+
+#[test]
+fn a_replaced_file_keeps_its_mode_and_is_not_in_use() {
+    let place = Place::new();
+    let disk = random(1, 3 * CHUNK);
+    import(&place, "vm1", &disk);
+    place.ok(&["export", "vm1", "out.raw"]);
+    let mode = |mode| fs::set_permissions(place.path("out.raw"), PermissionsExt::from_mode(mode));
+    mode(0o640).unwrap();
+    let before = fs::metadata(place.path("out.raw")).unwrap();
+    // As the process of a mirror does with the mirror's data.
+    let used = File::open(place.path("out.raw")).unwrap();
+    used.lock().unwrap();
+    let run = place.run(&["export", "vm1", "out.raw", "--force"]);
+    assert!(run.code == 4 && run.stderr.contains("another process uses"), "{}", run.stderr);
+    assert_eq!(fs::metadata(place.path("out.raw")).unwrap().ino(), before.ino());
+    assert_eq!(files(&place), ["out.raw"]);
+    drop(used);
+    place.ok(&["export", "vm1", "out.raw", "--force"]);
+    let after = fs::metadata(place.path("out.raw")).unwrap();
+    assert_ne!(after.ino(), before.ino());
+    assert_eq!((after.mode(), after.uid()), (before.mode(), before.uid()));
+}
+
+#[test]
+fn a_file_with_the_name_of_standard_output_is_not_written() {
+    let place = Place::new();
+    let disk = random(1, 3 * CHUNK);
+    import(&place, "vm1", &disk);
+    fs::write(place.path("-"), "a file").unwrap();
+    let run = place.command(&["export", "vm1", "-", "--force"]).output().unwrap();
+    assert!(run.status.success() && run.stdout == disk);
+    assert_eq!(fs::read(place.path("-")).unwrap(), b"a file");
+    symlink(place.path("nowhere"), place.path("out.raw")).unwrap();
+    for force in [&[][..], &["--force"]] {
+        let run = place.run(&[&["export", "vm1", "out.raw"], force].concat());
+        assert!(run.code == 4 && run.stderr.contains("remove the link"), "{}", run.stderr);
+    }
+    assert_eq!(files(&place), ["out.raw"]);
+}
+
 #[test]
 fn an_interrupted_update_is_completed_by_the_same_command() {
     let place = Place::new();
@@ -439,6 +500,14 @@ fn a_block_device_gets_zeros_where_the_snapshot_has_holes() {
     place.ok(&["export", "old", path, "--base", "new"]);
     check(&old);
     place.ok(&["export", "new", path, "--base", "old"]);
+    check(&new);
+
+    let run = {
+        let mut options = OpenOptions::new();
+        let _held = options.read(true).custom_flags(libc::O_EXCL).open(path).unwrap();
+        place.run(&["export", "old", path, "--base", "new"])
+    };
+    assert!(run.code == 1 && run.stderr.contains("busy"), "{} {}", run.code, run.stderr);
     check(&new);
 
     import(&place, "large", &random(9, new.len() + 2 * MIB));

@@ -1,7 +1,7 @@
 //! Importing disks of other formats, with the `qemu-img` of this machine.
 
 use std::fs;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::process::Command;
 use std::time::Instant;
 
@@ -128,6 +128,7 @@ fn formats_that_cannot_be_imported_are_named() {
     place.disk("in.raw");
     for (format, options, why) in [
         ("vpc", "subformat=dynamic", "a VHD image"),
+        ("vpc", "subformat=fixed", "a VHD image of fixed size"),
         ("vdi", "static=off", "a VDI image"),
         ("qed", "cluster_size=65536", "a QED image"),
     ] {
@@ -177,6 +178,32 @@ fn a_missing_qemu_img_is_named_with_its_package() {
     assert_eq!(import("in.raw").code, 0, "a raw disk needs no qemu-img");
 }
 
+/// Somebody who can write to the image lets it name a file of the host while `qemu-img` reads it.
+#[test]
+fn an_image_that_changes_while_it_is_converted_is_refused() {
+    let place = Place::new();
+    place.disk("in.raw");
+    qemu_img(&place, &["convert", "-f", "raw", "-O", "qcow2", "in.raw", "in.qcow2"]);
+    let real = Command::new("sh").args(["-c", "command -v qemu-img"]).output().unwrap();
+    let real = String::from_utf8(real.stdout).unwrap();
+    fs::create_dir(place.path("bin")).unwrap();
+    let script = format!(
+        "#!/bin/sh\n[ $1 = convert ] && printf '' | dd of={} conv=notrunc 2>/dev/null && touch {}\n\
+         exec {} \"$@\"\n",
+        place.path("in.qcow2").display(),
+        place.path("in.qcow2").display(),
+        real.trim()
+    );
+    fs::write(place.path("bin/qemu-img"), script).unwrap();
+    fs::set_permissions(place.path("bin/qemu-img"), PermissionsExt::from_mode(0o755)).unwrap();
+    let path = format!("{}:{}", place.path("bin").display(), std::env::var("PATH").unwrap());
+    let import = place.command(&["import", "in.qcow2", "vm1"]).env("PATH", path).output();
+    let run: Run = import.unwrap().into();
+    assert!(run.code == 4 && run.stderr.contains("was changed while"), "{}", run.stderr);
+    assert_eq!(place.run(&["show", "vm1"]).code, 3);
+    place.ok(&["import", "in.qcow2", "vm1"]);
+}
+
 #[test]
 fn a_damaged_image_leaves_no_image_in_the_repository() {
     let place = Place::new();
@@ -189,6 +216,15 @@ fn a_damaged_image_leaves_no_image_in_the_repository() {
         assert!([1, 2].contains(&run.code), "{len}: {}", run.stderr);
         assert!(!run.stderr.contains("/dev/std"), "{len}: {}", run.stderr);
         assert_eq!(place.run(&["show", "vm1"]).code, 3);
+    }
+    // `qemu-img check` tolerates what is missing of the last cluster.
+    for format in ["qcow2", "vmdk"] {
+        qemu_img(&place, &["convert", "-f", "raw", "-O", format, "in.raw", "in.other"]);
+        let whole = fs::read(place.path("in.other")).unwrap();
+        for missing in [1, 4096, 61_440] {
+            fs::write(place.path("cut.other"), &whole[..whole.len() - missing]).unwrap();
+            assert_refused(&place, &["import", "cut.other", "vm1"], 1, "cut off");
+        }
     }
     // A disk that is too large for a repository is refused before it is converted.
     qemu_img(&place, &["create", "-q", "-f", "qcow2", "huge.qcow2", "100T"]);
