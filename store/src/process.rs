@@ -8,6 +8,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
+use crate::sys;
 
 /// A process. It differs from a later process with the same pid.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -29,7 +30,7 @@ impl Process {
 
     /// The process with this pid, of this host and namespace.
     pub(crate) fn on_this_host(pid: u32) -> Result<Self> {
-        let start_time = start_time(pid).ok_or_else(|| {
+        let start_time = start_time(pid).ok().flatten().ok_or_else(|| {
             Error::BadArgument(format!("process {pid} does not run on this host"))
         })?;
         Ok(Self { boot_id: boot_id()?, pid_namespace: pid_namespace()?, pid, start_time })
@@ -40,7 +41,11 @@ impl Process {
     pub(crate) fn is_dead(&self, observer: &Process) -> bool {
         self.boot_id == observer.boot_id
             && self.pid_namespace == observer.pid_namespace
-            && start_time(self.pid) != Some(self.start_time)
+            && match start_time(self.pid) {
+                Ok(found) => found != Some(self.start_time),
+                // This process may not look at it, or cannot open files.
+                Err(_) => !sys::has_process(self.pid),
+            }
     }
 }
 
@@ -86,8 +91,15 @@ fn pid_namespace() -> Result<u64> {
 }
 
 /// When the process started; `None` if it does not exist or is a zombie.
-fn start_time(pid: u32) -> Option<u64> {
-    parse_stat(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
+fn start_time(pid: u32) -> io::Result<Option<u64>> {
+    match fs::read_to_string(format!("/proc/{pid}/stat")) {
+        Ok(stat) => Ok(parse_stat(&stat)),
+        // Where processes of other users are hidden, their files do not exist either.
+        Err(error) if error.kind() == io::ErrorKind::NotFound && !sys::has_process(pid) => Ok(None),
+        // It ended while the file was read.
+        Err(error) if error.raw_os_error() == Some(libc::ESRCH) => Ok(None),
+        Err(error) => Err(error),
+    }
 }
 
 /// Reads fields 3 (state) and 22 (start time). The program's name, field 2, may contain spaces and
@@ -118,6 +130,30 @@ mod tests {
         assert!(!me.is_dead(&me));
         let before = Process { start_time: me.start_time - 1, ..me.clone() };
         assert!(before.is_dead(&me));
+    }
+
+    /// Runs this test again in a process that may open only a few files.
+    #[test]
+    fn a_process_that_cannot_open_files_sees_no_deaths() {
+        const CHILD: &str = "CAIRN_TEST_WITHOUT_FILES";
+        if std::env::var_os(CHILD).is_none() {
+            let name = "process::tests::a_process_that_cannot_open_files_sees_no_deaths";
+            let test = std::env::current_exe().unwrap();
+            let script = format!("ulimit -n 32; exec {} --exact {name}", test.display());
+            let mut shell = std::process::Command::new("sh");
+            let output = shell.args(["-c", &script]).env(CHILD, "").output().unwrap();
+            return assert!(output.status.success(), "{output:?}");
+        }
+        let me = Process::current().unwrap();
+        let parent = Process::on_this_host(std::os::unix::process::parent_id()).unwrap();
+        let mut open = Vec::new();
+        while let Ok(file) = std::fs::File::open("/dev/null") {
+            open.push(file);
+        }
+        let dead = [&me, &parent].map(|one| one.is_dead(&me));
+        let before = Process { pid: u32::MAX >> 1, ..me.clone() }.is_dead(&me);
+        drop(open);
+        assert_eq!((dead, before), ([false, false], true));
     }
 
     #[test]

@@ -197,6 +197,14 @@ fn file_system(path: &Path) -> io::Result<libc::statfs> {
     Ok(unsafe { stat.assume_init() })
 }
 
+/// Whether there is a process with this pid, of any user.
+pub(crate) fn has_process(pid: u32) -> bool {
+    let Ok(pid) = libc::pid_t::try_from(pid) else { return false };
+    // SAFETY: signal 0 is sent to nobody.
+    let found = unsafe { libc::kill(pid, 0) };
+    found == 0 || io::Error::last_os_error().raw_os_error() != Some(libc::ESRCH)
+}
+
 /// The time since the boot of the kernel, with the time that the host slept (`CLOCK_BOOTTIME`).
 /// Nobody can set this clock.
 pub(crate) fn time_since_boot() -> Duration {

@@ -266,6 +266,13 @@ async fn obsolete(context: &Arc<ControlContext>, origin: Origin, request: Obsole
             .into();
         return refusal(RefusalKind::Denied, message);
     }
+    if context.disk.read_only {
+        let message =
+            "this disk is read-only, so no snapshot was taken from it; ask the guest that \
+                       writes the image"
+                .into();
+        return refusal(RefusalKind::Denied, message);
+    }
     let which = match request {
         Obsolete { number: Some(number), keep_last: None } => ObsoleteSnapshots::One(number),
         Obsolete { number: None, keep_last: Some(keep @ 1..) } => ObsoleteSnapshots::AllBut(keep),

@@ -41,24 +41,32 @@ pub(crate) fn run(options: &CheckpointOptions) -> Result<(), Error> {
     let thawed = freezer.thaw();
     let frozen = (!options.freeze.is_empty()).then(|| begin.elapsed());
 
+    let take = |(connection, answer): (&mut Connection, Result<Accepted, Error>)| {
+        let accepted = answer?;
+        let stable = match wait {
+            Wait::Accepted => None,
+            Wait::Stable => Some(await_stable(connection, &accepted)?),
+        };
+        let disk = connection.endpoint().to_string();
+        let frozen_us = frozen.map(|time| time.as_micros() as u64);
+        Ok(report::Taken { disk, frozen_us, accepted, stable, obsolete: None })
+    };
+    let all: Vec<Result<report::Taken, Error>> =
+        connections.iter_mut().zip(answers).map(take).collect();
+    // Only together are the snapshots of all disks as good as the older ones.
+    let is_complete = thawed.is_ok() && all.iter().all(Result::is_ok);
+    let keep_last = options.keep_last.filter(|_| is_complete);
+
     let mut errors = FirstError::default();
-    for (connection, answer) in connections.iter_mut().zip(answers) {
-        let outcome = answer.and_then(|accepted| {
-            let stable = match wait {
-                Wait::Accepted => None,
-                Wait::Stable => Some(await_stable(connection, &accepted)?),
-            };
-            let marked = options.keep_last.map(|keep| mark_older(connection, keep, limit));
-            let (obsolete, failed) = match marked.transpose() {
-                Ok(obsolete) => (obsolete, None),
-                Err(error) => (None, Some(error)),
-            };
-            let taken = report::Taken {
-                disk: connection.endpoint().to_string(),
-                frozen_us: frozen.map(|time| time.as_micros() as u64),
-                accepted,
-                stable,
-                obsolete,
+    for (connection, taken) in connections.iter_mut().zip(all) {
+        let outcome = taken.and_then(|mut taken| {
+            let marked = keep_last.map(|keep| mark_older(connection, keep, limit));
+            let failed = match marked.transpose() {
+                Ok(obsolete) => {
+                    taken.obsolete = obsolete;
+                    None
+                }
+                Err(error) => Some(error),
             };
             // The checkpoint is there, whatever became of the older ones.
             report::checkpoint(&taken, options.json)?;

@@ -21,15 +21,23 @@ use crate::snapshot::{NewSnapshot, Snapshot, SnapshotState};
 use crate::tree::Root;
 
 impl Catalog {
-    /// Reserves `count` snapshot numbers for the mirror. Also returns the id of the reservation: the
-    /// numbers extend the mirror's last reservation if they follow it.
-    pub(crate) fn reserve(&self, holder: &Holder, count: u64) -> Result<(Range<u64>, u64)> {
+    /// Reserves `count` snapshot numbers for the mirror, none of them below `least`. Also returns the id
+    /// of the reservation: the numbers extend the mirror's last reservation if they follow it.
+    ///
+    /// A catalog that was restored from an older copy does not know all numbers that it has given out.
+    pub(crate) fn reserve(
+        &self,
+        holder: &Holder,
+        count: u64,
+        least: u64,
+    ) -> Result<(Range<u64>, u64)> {
         let mirror_key = mirror_key(&holder.owner.id);
         let queries = [Query::Key(holder.image_key()), Query::key(&mirror_key)];
         self.change(&queries, |view| {
             let mut image = holder.check(view)?;
             let mut mirror = holder.mirror(view)?;
-            let numbers = image.next_number..image.next_number + count;
+            let start = image.next_number.max(least);
+            let numbers = start..start + count;
             image.next_number = numbers.end;
             if mirror.reserved.end != numbers.start {
                 mirror.reserved.start = numbers.start;
@@ -412,7 +420,9 @@ fn renewed_mirror(
         Some(mut mirror) => {
             let is_moved = mirror.move_to(parent);
             let is_due = mirror.note_use(now()) || is_moved;
-            Ok(if is_due { put_mirror(change, id, &mirror) } else { change })
+            let change = if is_due { put_mirror(change, id, &mirror) } else { change };
+            // A prune relies on the image's document instead of all mirrors.
+            Ok(if is_moved { change.put(holder.image_key(), image) } else { change })
         }
         None => {
             let mirror = holder.mirror_again(view, image, parent)?;

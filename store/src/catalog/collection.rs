@@ -246,7 +246,7 @@ impl Catalog {
             let before = holder.mirror(view)?;
             let mut mirror = before.clone();
             let (basis, _) = mirror_basis(view, &mut mirror)?;
-            mirror.move_to(parent);
+            mirror.refer_to(parent);
             let change = match mirror == before {
                 true => Change::default(),
                 false => put_mirror(Change::default(), &holder.mirror_id(), &mirror),

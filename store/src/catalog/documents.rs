@@ -383,6 +383,15 @@ impl MirrorDocument {
         is_later
     }
 
+    /// Makes the mirror refer to the parent that its only writer has, whatever the catalog says: the
+    /// catalog may be an older copy, or may have published a snapshot although the answer was lost.
+    pub(super) fn refer_to(&mut self, (number, root): (u64, Root)) {
+        if (self.parent, self.root) != (number, root.0) {
+            (self.parent, self.root, self.is_parent_available) = (number, root.0, true);
+            self.is_parent_unverified = true;
+        }
+    }
+
     /// The mirror, with its writer if `observer` does not see that the writer is dead.
     pub(super) fn record(
         self,

@@ -61,7 +61,7 @@ impl Bench {
 
     /// Announces a snapshot.
     fn announce(&self, holder: &Holder) -> (u64, CommitBasis) {
-        let number = self.catalog.reserve(holder, 1).unwrap().0.start;
+        let number = self.catalog.reserve(holder, 1, 0).unwrap().0.start;
         let new = NewSnapshot {
             number,
             label: None,

@@ -99,7 +99,7 @@ impl World {
 
     /// Announces a snapshot, and publishes it, lets it fail, or leaves it.
     fn checkpoint(&self, holder: &Holder, rng: &mut Rng) -> Result<(), Error> {
-        let number = self.catalog.reserve(holder, rng.between(1, 3))?.0.start;
+        let number = self.catalog.reserve(holder, rng.between(1, 3), 0)?.0.start;
         let label = rng.pick(&LABELS).map(str::to_owned);
         let (consistency, time, dirty_bytes, pause_us) = (Consistency::Crash, 1, 0, 0);
         let new = NewSnapshot {
@@ -396,7 +396,7 @@ fn an_operation_on_one_snapshot_does_not_read_the_others() {
     check("resolving the newest snapshot");
     catalog.resolve(&format!("a@{label}").parse().unwrap()).unwrap();
     check("resolving a label");
-    let (left, _) = catalog.reserve(&holder, 5).unwrap();
+    let (left, _) = catalog.reserve(&holder, 5, 0).unwrap();
     check("reserve");
     let (unused, _) = catalog.resume(&holder, &left, None).unwrap();
     check("resume");

@@ -105,7 +105,7 @@ impl TestCatalog {
         let owner = MirrorOwner::this_process(MirrorId::from_bytes([7; 16]), "/m").unwrap();
         let newest = self.catalog.resolve(&SnapshotRef::number(&self.image, 1)).unwrap();
         let (holder, ..) = self.catalog.attach(&owner, &newest, Mode::ReadWrite, None).unwrap();
-        let number = self.catalog.reserve(&holder, 1).unwrap().0.start;
+        let number = self.catalog.reserve(&holder, 1, 0).unwrap().0.start;
         self.catalog.begin(&holder, &new(number)).unwrap();
         (holder, number)
     }
@@ -209,7 +209,7 @@ fn a_writer_may_announce_and_publish_again_after_a_lost_answer() {
         let again = again.unwrap();
         assert_eq!((again.number, again.state), (number, SnapshotState::Stable));
     }
-    let failed = test.catalog.reserve(&holder, 1).unwrap().0.start;
+    let failed = test.catalog.reserve(&holder, 1, 0).unwrap().0.start;
     test.catalog.begin(&holder, &new(failed)).unwrap();
     test.catalog.fail(&holder, failed, "no").unwrap();
     test.catalog.begin(&holder, &new(failed)).unwrap_err();
@@ -240,7 +240,7 @@ fn a_snapshot_whose_available_parent_was_removed_is_at_most_available() {
     let (holder, parent) = test.writer();
     let available = published(SnapshotState::Available);
     test.catalog.publish(&holder, parent, &available).unwrap().unwrap();
-    let number = test.catalog.reserve(&holder, 1).unwrap().0.start;
+    let number = test.catalog.reserve(&holder, 1, 0).unwrap().0.start;
     test.catalog.begin(&holder, &new(number)).unwrap();
     test.remove(parent);
     let stable = Published { parent, ..published(SnapshotState::Stable) };
@@ -315,7 +315,7 @@ fn a_catalog_of_a_newer_version_is_changed_by_no_older_process() {
     let newer = Change::default().put(&key, &image).put(SCHEMA, &(SCHEMA_VERSION + 1));
     assert!(test.documents.commit(&newer).unwrap());
     let refused = [
-        test.catalog.reserve(&holder, 1).map(drop).unwrap_err(),
+        test.catalog.reserve(&holder, 1, 0).map(drop).unwrap_err(),
         test.catalog.publish(&holder, number, &published(SnapshotState::Stable)).unwrap_err(),
         test.catalog.begin_image_removal(&test.image, true).map(drop).unwrap_err(),
     ];
@@ -333,7 +333,7 @@ fn a_snapshot_that_was_removed_cannot_be_announced_again() {
     test.create(SnapshotState::Stable);
     let (holder, number) = test.writer();
     test.catalog.publish(&holder, number, &published(SnapshotState::Stable)).unwrap().unwrap();
-    let pending = test.catalog.reserve(&holder, 1).unwrap().0.start;
+    let pending = test.catalog.reserve(&holder, 1, 0).unwrap().0.start;
     test.catalog.begin(&holder, &new(pending)).unwrap();
     test.expire_lease();
     for number in [number, pending] {
@@ -349,7 +349,7 @@ fn an_interrupted_removal_by_label_is_completed_by_the_same_name() {
     test.create(SnapshotState::Stable);
     let (holder, number) = test.writer();
     test.catalog.fail(&holder, number, "no").unwrap();
-    let number = test.catalog.reserve(&holder, 2).unwrap().0.start;
+    let number = test.catalog.reserve(&holder, 2, 0).unwrap().0.start;
     let labelled = |number| NewSnapshot { label: Some("x".into()), ..new(number) };
     test.catalog.begin(&holder, &labelled(number)).unwrap();
     test.catalog.publish(&holder, number, &published(SnapshotState::Stable)).unwrap().unwrap();

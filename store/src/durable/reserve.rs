@@ -1,10 +1,11 @@
-//! Space in reserve for a repository in a directory whose file system is full.
+//! Space in reserve for a repository in a directory, or a peer, whose file system is full.
 //!
 //! SQLite cannot even open a database without space for its log and its shared memory. So nothing could
 //! be listed, removed or collected on a full disk. Two rules keep some space for that:
 //!
 //! - A file without content holds space. A process that stores blobs makes it while there is plenty. A
-//!   process that opens the repository removes it if it finds less than a quarter of its size free.
+//!   process that opens the repository, or a peer that deletes, removes it if it finds less than a quarter of
+//!   its size free.
 //! - Nobody stores blobs while less space is free than the file should hold. So no commit takes what the
 //!   file has given up, or what a collection needs.
 
@@ -25,7 +26,7 @@ const LARGEST: u64 = 8 << 20;
 /// The part of a small file system that is kept in reserve: one of this many.
 const PART: u64 = 32;
 
-/// The space in reserve of one repository.
+/// The space in reserve of one repository or peer.
 #[derive(Clone, Debug)]
 pub(crate) struct Reserve {
     path: PathBuf,
@@ -34,7 +35,7 @@ pub(crate) struct Reserve {
 }
 
 impl Reserve {
-    /// The reserve of the repository in a directory.
+    /// The reserve of the repository or peer in a directory.
     pub(crate) fn of(directory: &Path) -> Result<Reserve> {
         let size = sys::file_system_size(directory)?;
         Ok(Reserve { path: directory.join(FILE_NAME), wanted: (size / PART).min(LARGEST) })
@@ -92,6 +93,11 @@ impl Reserve {
             true => Err(Error::Full { doing: "storing data beside", path: self.path.clone() }),
             false => Ok(()),
         }
+    }
+
+    /// The space that may be filled with blobs.
+    pub(crate) fn free_for_blobs(&self) -> Result<u64> {
+        Ok(self.free()?.saturating_sub(self.wanted))
     }
 
     fn free(&self) -> Result<u64> {

@@ -65,6 +65,7 @@ pub struct PrunedSnapshot {
 
 /// Prunes the images of a scope. Passes every snapshot to `each`, with what was done and why.
 ///
+/// If an image of several fails, the others are pruned, and then the call fails with the first error.
 /// Fails if the scope has no image, except that a repository may be empty.
 pub fn prune(
     repository: &Repository,
@@ -83,18 +84,24 @@ pub fn prune(
         readers.entry(read.image).or_default().insert(read.number, read.reader);
     }
     let is_one = matches!(scope, Scope::Image(_));
+    let mut failure = None;
     for image in images {
         let parents = parents.remove(&image.name).unwrap_or_default();
         match (ImagePrune { repository, options, parents, readers: &readers }).run(&image, each) {
             // It was removed meanwhile.
             Err(Error::NoImage { .. } | Error::BeingRemoved { .. }) if !is_one => {}
+            // The records of another image may be on other peers.
+            Err(error) if !is_one => {
+                tracing::warn!(image = %image.name, %error, "an image was not pruned to its end");
+                failure.get_or_insert(error);
+            }
             result => result?,
         }
         if !(options.should_continue)() {
             break;
         }
     }
-    Ok(())
+    failure.map_or(Ok(()), Err)
 }
 
 /// The images of a scope, by name.
@@ -150,6 +157,7 @@ impl ImagePrune<'_> {
             let name = SnapshotRef::number(&image.name, one.number);
             let mut reason = verdict.to_string();
             let mut is_removed = verdict.is_removal();
+            let mut failure = None;
             if is_removed && !self.options.is_dry_run {
                 let check = PruneCheck {
                     state: one.state,
@@ -160,12 +168,20 @@ impl ImagePrune<'_> {
                         _ => found.versions.clone(),
                     },
                 };
-                if let Some(refused) = self.repository.prune_snapshot(&name, &check)? {
-                    (is_removed, reason) = (false, why_kept(refused));
+                match self.repository.prune_snapshot(&name, &check) {
+                    Ok(None) => {}
+                    Ok(Some(refused)) => (is_removed, reason) = (false, why_kept(refused)),
+                    Err(error) => {
+                        (is_removed, reason) = (false, format!("the removal failed: {error}"));
+                        failure = Some(error);
+                    }
                 }
             }
             let policy = found.applied.as_ref().map(|applied| applied.scope.clone());
             each(PrunedSnapshot { name, time: one.time, policy, is_removed, reason })?;
+            if let Some(error) = failure {
+                return Err(error);
+            }
         }
         Ok(())
     }

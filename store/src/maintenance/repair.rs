@@ -31,11 +31,12 @@ use crate::catalog::Available;
 use crate::clock::now;
 use crate::cluster::list_check::ListCheck;
 use crate::cluster::membership::{self, Health, LastRepair, Peer};
-use crate::cluster::protocol::{FragmentId, MAX_DELETED, MAX_LISTED};
+use crate::cluster::protocol::{FragmentId, MAX_DELETED, MAX_LISTED, StampBound};
 use crate::cluster::repair::{
     ConnectedPeers, FoundBlob, PeerState, Peers, RepairLimits, RepairMembers, RepairPeer, Report,
     repair, repair_found,
 };
+use crate::collection::CollectionNumber;
 use crate::documents::Documents;
 use crate::durable::sorted_runs::SortedRuns;
 use crate::encoding::fragment::Kind;
@@ -305,6 +306,10 @@ impl<'a> RepairJob<'a> {
                 return Ok(());
             }
         }
+        // Before the references are read, as in a collection: what a commit stores has its number or a
+        // higher one.
+        let below = catalog.collection_roots(false)?.oldest.unwrap_or(CollectionNumber::MAX);
+        let bound = StampBound { below, number: catalog.collection_number()? };
         let mut referenced = names();
         let mut report = |blob: BlobId| referenced.push(*blob.as_bytes());
         let mut unread = all_references(self.repository, |one| report(one.blob))?;
@@ -326,15 +331,20 @@ impl<'a> RepairJob<'a> {
         }
         let referenced = referenced.finish()?;
         for peer in drained {
-            if let Err(error) = self.runtime.block_on(self.sweep(peer, &referenced)) {
+            if let Err(error) = self.runtime.block_on(self.sweep(peer, &referenced, bound)) {
                 tracing::warn!(peer = %peer.id, %error, "garbage stays on a drained peer");
             }
         }
         Ok(())
     }
 
-    /// Deletes from a peer what is old, not referenced and no record.
-    async fn sweep(&self, peer: &Peer, referenced: &SortedRuns<32>) -> Result<()> {
+    /// Deletes from a peer what is old, within a bound, not referenced and no record.
+    async fn sweep(
+        &self,
+        peer: &Peer,
+        referenced: &SortedRuns<32>,
+        bound: StampBound,
+    ) -> Result<()> {
         let mut check = ListCheck::new(BlobId::from_bytes([0; 32]));
         let mut referenced = referenced.read()?;
         loop {
@@ -355,7 +365,7 @@ impl<'a> RepairJob<'a> {
                 if !(self.proceed)() {
                     return Ok(());
                 }
-                self.connected.delete(peer.id, part, GARBAGE_AGE_SECONDS).await?;
+                self.connected.delete_within(peer.id, part, GARBAGE_AGE_SECONDS, bound).await?;
             }
         }
     }

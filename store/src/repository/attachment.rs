@@ -95,7 +95,9 @@ impl Attachment {
                 "{count} snapshot numbers cannot be reserved at once"
             )));
         }
-        let (numbers, reservation) = self.repository.catalog().reserve(&self.holder, count)?;
+        let least = self.reserved_end.load(Ordering::SeqCst).max(self.parent().0 + 1);
+        let (numbers, reservation) =
+            self.repository.catalog().reserve(&self.holder, count, least)?;
         self.reserved_end.fetch_max(numbers.end, Ordering::SeqCst);
         self.reservation.store(reservation, Ordering::SeqCst);
         Ok(numbers)

@@ -44,6 +44,9 @@ CREATE TABLE blobs (
     record  INTEGER NOT NULL
 ) STRICT, WITHOUT ROWID;
 
+-- Blobs whose stamp was lost: see `CollectionNumber::MAX`.
+CREATE INDEX lost_stamps ON blobs (id) WHERE stamp = 9223372036854775807;
+
 CREATE TABLE groups (
     segment INTEGER NOT NULL,
     record  INTEGER NOT NULL,
@@ -216,7 +219,10 @@ impl Index {
             if !add(&transaction, &entry.id, entry.slot, entry.group, stamp)? {
                 // Another process has stored the blob.
                 raise(&transaction, &entry.id, stamp)?;
-                free(&transaction, entry.slot)?;
+                // Or this one has, in a transaction whose success it did not hear of.
+                if find(&transaction, &entry.id)?.is_none_or(|(slot, _)| slot != entry.slot) {
+                    free(&transaction, entry.slot)?;
+                }
             }
         }
         unused.iter().try_for_each(|entry| free(&transaction, entry.slot))?;

@@ -6,8 +6,9 @@ use std::os::unix::fs::OpenOptionsExt;
 
 use super::DirectoryBlobs;
 use super::index::Slot;
-use crate::durable::segment::{fill_some, path_of};
-use crate::error::Result;
+use crate::buffers::Buffer;
+use crate::durable::segment::{ALIGNMENT, fill_some, path_of};
+use crate::error::{Error, Result};
 use crate::id::BlobId;
 
 /// The place of a blob, which may change at any time.
@@ -51,6 +52,57 @@ impl DirectoryBlobs {
             Err(error) if error.kind() == io::ErrorKind::InvalidInput => File::open(&path),
             opened => opened,
         }
+    }
+
+    /// Compares a blob with its name, as the disk has it. Returns its length. Fails if the blob is not
+    /// where the index says, also after another look at the index.
+    pub(crate) fn check_on_disk(&self, id: &BlobId) -> Result<u32> {
+        let mut before = None;
+        loop {
+            let slot = self.index.find(id)?.ok_or(Error::MissingBlob { id: *id })?;
+            match self.check_slot(id, slot) {
+                Ok(()) => return Ok(slot.len),
+                Err(error) if before == Some(slot) => return Err(error),
+                // Another process may have stored it again.
+                Err(_) => before = Some(slot),
+            }
+        }
+    }
+
+    /// Compares a blob with its name, without the page cache, which may be better than the disk. If it is
+    /// damaged, the next put replaces it.
+    pub(super) fn check_slot(&self, id: &BlobId, slot: Slot) -> Result<()> {
+        let path = path_of(&self.directory, slot.segment);
+        let len = slot.len as usize;
+        // Direct I/O reads whole blocks.
+        let mut buffer = Buffer::new(len.next_multiple_of(ALIGNMENT), 0);
+        let mut fill = |file: &io::Result<File>| match file {
+            Ok(file) => fill_some(file, &mut buffer, slot.offset),
+            Err(_) => (0, None),
+        };
+        let mut opened = self.open_direct(slot.segment);
+        let (mut filled, mut failed) = fill(&opened);
+        if failed.as_ref().is_some_and(|error| error.kind() == io::ErrorKind::InvalidInput) {
+            // The disk's blocks are larger.
+            opened = File::open(&path);
+            (filled, failed) = fill(&opened);
+        }
+        if filled >= len && BlobId::of(&buffer[..len]) == *id {
+            return Ok(());
+        }
+        let reason = match opened.err().or(failed) {
+            Some(error) if error.kind() == io::ErrorKind::NotFound => "the file is missing",
+            Some(error) => {
+                if error.raw_os_error() == Some(libc::EIO) {
+                    self.mark_damaged(id);
+                }
+                return Err(Error::io("reading", &path, error));
+            }
+            None if filled < len => "the file is too short",
+            None => "its content does not match its name",
+        };
+        self.mark_damaged(id);
+        Err(Error::corrupt(format!("blob {id}, at {} of {}", slot.offset, path.display()), reason))
     }
 
     /// Reads a part of a segment, which begins at a block, into memory that begins at a page. Returns

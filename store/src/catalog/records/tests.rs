@@ -108,7 +108,7 @@ fn a_rebuild_restores_no_removed_snapshot_and_reuses_no_number_whatever_the_cloc
     let owner = MirrorOwner::this_process(MirrorId::from_bytes([7; 16]), "/m").unwrap();
     let first = &bench.catalog.snapshots(&bench.name).unwrap()[0];
     let (holder, ..) = bench.catalog.attach(&owner, first, Mode::ReadWrite, None).unwrap();
-    assert_eq!(bench.catalog.reserve(&holder, 1).unwrap().0.start, 70);
+    assert_eq!(bench.catalog.reserve(&holder, 1, 0).unwrap().0.start, 70);
 }
 
 /// A catalog that was restored from an older copy has made the summary, and the records that it
@@ -125,7 +125,7 @@ fn a_rebuild_reuses_no_number_of_a_summary() {
     let owner = MirrorOwner::this_process(MirrorId::from_bytes([7; 16]), "/m").unwrap();
     let first = &bench.catalog.snapshots(&bench.name).unwrap()[0];
     let (holder, ..) = bench.catalog.attach(&owner, first, Mode::ReadWrite, None).unwrap();
-    assert_eq!(bench.catalog.reserve(&holder, 1).unwrap().0.start, 70);
+    assert_eq!(bench.catalog.reserve(&holder, 1, 0).unwrap().0.start, 70);
 }
 
 #[test]
@@ -278,7 +278,7 @@ fn a_running_writer_continues_after_each_rebuild_and_gives_no_number_out_twice()
         bench.catalog.attach(&owner(id), &snapshot, Mode::ReadWrite, None).unwrap().0
     };
     let holder = attach(&bench, 7);
-    let end = bench.catalog.reserve(&holder, 25).unwrap().0.end;
+    let end = bench.catalog.reserve(&holder, 25, 0).unwrap().0.end;
     for _ in 0..3 {
         // The restored image is in the records of later snapshots.
         let image = bench.catalog.read(&[Query::Key(image_key(&bench.name))]).unwrap();
@@ -293,10 +293,10 @@ fn a_running_writer_continues_after_each_rebuild_and_gives_no_number_out_twice()
         let gone = bench.catalog.renew(&holder, (1, Root(None)), end, 1 << 20).unwrap_err();
         assert!(matches!(gone, Error::ImageGone { .. }), "{gone}");
         assert_eq!(bench.rebuild(&records).0, 1);
-        let early = bench.catalog.reserve(&holder, 1).unwrap_err();
+        let early = bench.catalog.reserve(&holder, 1, 0).unwrap_err();
         assert!(matches!(early, Error::CatalogRebuilt { .. }), "{early}");
         bench.catalog.renew(&holder, (1, Root(None)), end, 1 << 20).unwrap();
-        assert!(bench.catalog.reserve(&holder, 1).unwrap().0.start >= end);
+        assert!(bench.catalog.reserve(&holder, 1, 0).unwrap().0.start >= end);
     }
     // The next catalog is taken by another writer first, which then ends.
     assert!(bench.documents.commit(&Change::default().remove(Query::prefix(""))).unwrap());
@@ -320,7 +320,7 @@ fn a_failure_of_a_snapshot_that_a_rebuilt_catalog_does_not_have_is_not_found() {
     let fail = |number| bench.catalog.fail(&holder, number, "x").map(drop).unwrap_err();
     assert!(matches!(fail(2), Error::CatalogRebuilt { .. }));
     bench.catalog.renew(&holder, (1, Root(None)), 2, 1 << 20).unwrap();
-    let number = bench.catalog.reserve(&holder, 1).unwrap().0.start;
+    let number = bench.catalog.reserve(&holder, 1, 0).unwrap().0.start;
     assert!(matches!(fail(number), Error::NoSnapshot { .. }));
 }
 

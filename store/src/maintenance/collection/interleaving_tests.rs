@@ -1,19 +1,28 @@
 //! Named interleavings: on peers, with grace periods, and with processes that are killed.
 
+use std::cell::Cell;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, mpsc};
+use std::thread;
 use std::time::Duration;
 
 use super::life::place::Place;
 use super::tests::{
     Disk, Site, attach, changes, collect_with, geometry, import, new, put, read, resolve, store,
+    store_tree,
 };
-use super::{CollectionOptions, CollectionReport, collect};
+use super::{CollectionOptions, CollectionProgress, CollectionReport, collect};
 use crate::catalog::SpaceHolder;
 use crate::collection::CollectionNumber;
-use crate::documents::{Change, Query};
-use crate::error::Error;
+use crate::documents::{Change, Changed, Document, Documents, Query, View};
+use crate::encoding::Redundancy;
+use crate::error::{Error, ErrorKind, Result};
 use crate::id::BlobId;
 use crate::name::SnapshotRef;
+use crate::net::identity::Security;
 use crate::repository::Repository;
+use crate::repository::attachment::Attachment;
+use crate::snapshot::Snapshot;
 use crate::tree::Root;
 
 /// A day and an hour, in seconds.
@@ -222,15 +231,18 @@ fn a_peer_that_is_down_during_the_mark_is_swept_when_it_is_back() {
     let Place::Peers(peers) = &mut place else { unreachable!() };
     let at = (0..4).find(|at| peers.site.fragments_of(*at) > 4).unwrap();
     let before = peers.site.fragments_of(at);
-    peers.site.stop(at);
     let peers = std::cell::RefCell::new(peers);
-    let is_back = std::cell::Cell::new(false);
-    let report = collect(&collector, &CollectionOptions::default(), &|progress| {
-        // While it marks. The sweep has not begun.
-        if matches!(progress, super::CollectionProgress::Marking { .. }) && !is_back.replace(true) {
+    let (is_away, is_back) = (std::cell::Cell::new(false), std::cell::Cell::new(false));
+    let report = collect(&collector, &CollectionOptions::default(), &|progress| match progress {
+        CollectionProgress::Marking { .. } if !is_away.replace(true) => {
+            peers.borrow_mut().site.stop(at);
+        }
+        CollectionProgress::Sweeping { .. } if !is_back.replace(true) => {
             peers.borrow_mut().site.restart(at);
         }
+        _ => {}
     });
+    assert!(is_away.get());
     assert!(is_back.get());
     assert!(report.unwrap().silent.is_empty());
     assert!(peers.borrow().site.fragments_of(at) < before);
@@ -294,4 +306,233 @@ fn a_catalog_on_peers_that_was_restored_from_a_backup_collects_nothing_until_it_
     assert_eq!(read(&repository, &last).unwrap(), disk([(0, 1), (5, 4)]));
     let root: BlobId = last.root.0.unwrap().into();
     assert!(place.stored().contains(&root));
+}
+
+fn checkpoint(repository: &Repository, mirror: &Attachment, change: &Disk) -> Snapshot {
+    let number = mirror.reserve(1).unwrap().start;
+    let commit = mirror.begin(&new(number)).unwrap();
+    put(repository, change);
+    commit.publish(&changes(change), 0, &|_, _| false).unwrap()
+}
+
+#[test]
+fn a_rebuild_after_the_roots_were_read_loses_nothing() {
+    let mut place = Place::peers();
+    let all = disk((0..20).map(|at| (at, at + 40)));
+    let copy = {
+        let repository = place.open();
+        import(&repository, "a", &disk((0..20).map(|at| (at, at + 1))));
+        let copy = place.copy_catalog();
+        import(&repository, "later", &all);
+        copy
+    };
+    place.restore_catalog(&copy);
+    let Place::Peers(peers) = &place else { unreachable!() };
+    let is_done = Cell::new(false);
+    let rebuild = || {
+        if !is_done.replace(true) {
+            peers.rebuild_missing();
+        }
+    };
+    let refused = collect(&place.open(), &CollectionOptions::default(), &|progress| {
+        if matches!(progress, CollectionProgress::Marking { .. }) {
+            rebuild();
+        }
+    });
+    assert!(matches!(refused, Err(Error::Unlisted { .. })), "{refused:?}");
+    rebuild();
+    assert_eq!(collect_now(&place).freed.objects, 0);
+    let later = resolve(&place.open(), "later").unwrap();
+    assert_eq!(read(&place.open(), &later).unwrap(), all);
+}
+
+#[test]
+fn a_rebuild_while_a_collection_looks_for_lost_snapshots_loses_nothing() {
+    let mut place = Place::peers();
+    let all = disk((0..20).map(|at| (at, at + 40)));
+    import(&place.open(), "a", &all);
+    let Place::Peers(peers) = &mut place else { unreachable!() };
+    peers.use_catalog(None);
+    let peers = &*peers;
+    let collector = peers.open();
+    let collected = thread::scope(|scope| {
+        scope.spawn(|| {
+            thread::sleep(Duration::from_millis(1500));
+            peers.rebuild_missing();
+        });
+        collect(&collector, &CollectionOptions::default(), &|_| ())
+    });
+    // If the rebuild was late, the collection has refused.
+    assert!(collected.is_err() || collected.is_ok_and(|report| report.freed.objects == 0));
+    let a = resolve(&place.open(), "a").unwrap();
+    assert_eq!(read(&place.open(), &a).unwrap(), all);
+}
+
+/// What a catalog knows about images.
+fn images_of(repository: &Repository) -> Change {
+    let mut copy = Change::default();
+    let add = &mut |key: &str, document: Document| {
+        let value: serde_json::Value = document.decode(key)?;
+        copy = std::mem::take(&mut copy).put(key, &value);
+        Ok(())
+    };
+    repository.documents().scan(&IMAGES, add).unwrap();
+    copy
+}
+
+const IMAGES: [&str; 3] = ["images/", "mirrors/", "snapshots/"];
+
+fn restore_images(repository: &Repository, copy: &Change) {
+    let lost = IMAGES.iter().fold(Change::default(), |all, one| all.remove(Query::prefix(*one)));
+    assert!(repository.documents().commit(&lost).unwrap());
+    assert!(repository.documents().commit(copy).unwrap());
+}
+
+/// An older catalog would give numbers out again that the mirror has published. The mirror would take the
+/// snapshot for an old one, and leave its changes out of the next.
+#[test]
+fn a_mirror_goes_on_with_higher_numbers_when_the_catalog_is_an_older_copy() {
+    for published in [1, 4] {
+        let site = Site::new();
+        let repository = site.open();
+        let base = import(&repository, "a", &disk([(0, 1)]));
+        let mirror = attach(&repository, 1, &base);
+        let copy = images_of(&repository);
+        let mut expected = disk([(0, 1)]);
+        for at in 1..=published {
+            checkpoint(&repository, &mirror, &disk([(at, at + 10)]));
+            expected.insert(at, at + 10);
+        }
+        restore_images(&repository, &copy);
+        mirror.renew().unwrap();
+        for at in 20..23 {
+            let taken = checkpoint(&repository, &mirror, &disk([(at, at + 10)]));
+            expected.insert(at, at + 10);
+            assert_eq!((taken.number, mirror.parent().0), (at + published - 18, taken.number));
+            assert_eq!(read(&repository, &taken).unwrap(), expected, "{}", taken.name());
+        }
+    }
+}
+
+/// Documents that lose the answers to publications.
+struct Lossy {
+    inner: Arc<dyn Documents>,
+    is_losing: AtomicBool,
+}
+
+impl Documents for Lossy {
+    fn read(&self, queries: &[Query]) -> Result<View> {
+        self.inner.read(queries)
+    }
+
+    fn scan(
+        &self,
+        prefixes: &[&str],
+        each: &mut dyn FnMut(&str, Document) -> Result<()>,
+    ) -> Result<u64> {
+        self.inner.scan(prefixes, each)
+    }
+
+    fn last(&self, prefix: &str, before: &str, limit: usize) -> Result<View> {
+        self.inner.last(prefix, before, limit)
+    }
+
+    fn changed(&self, prefix: &str, revision: u64) -> Result<Changed> {
+        self.inner.changed(prefix, revision)
+    }
+
+    fn commit(&self, change: &Change) -> Result<bool> {
+        let done = self.inner.commit(change)?;
+        let is_publication = change.puts.iter().any(|put| put.key.starts_with("snapshots/"));
+        if is_publication && self.is_losing.load(Ordering::SeqCst) {
+            let (peer, reason) = ("catalog".into(), "the answer was lost".into());
+            return Err(Error::Peer { peer, kind: ErrorKind::Unavailable, reason });
+        }
+        Ok(done)
+    }
+
+    fn wait(&self, folder: &str, revision: u64, limit: Duration) -> Result<bool> {
+        self.inner.wait(folder, revision, limit)
+    }
+}
+
+#[test]
+fn the_checkpoint_after_a_publication_whose_answer_was_lost_is_complete() {
+    let place = Place::peers();
+    let Place::Peers(peers) = &place else { unreachable!() };
+    let (inner, is_losing) = (peers.documents.clone(), AtomicBool::new(false));
+    let lossy = Arc::new(Lossy { inner, is_losing });
+    let repository = Repository::of_cluster(lossy.clone(), &Security::INSECURE)
+        .unwrap()
+        .with_policy(Redundancy::Replicas(2).into());
+    let base = import(&repository, "a", &disk([(0, 1)]));
+    let mirror = attach(&repository, 1, &base);
+    let number = mirror.reserve(2).unwrap().start;
+    {
+        let commit = mirror.begin(&new(number)).unwrap();
+        let change = disk([(1, 11)]);
+        put(&repository, &change);
+        lossy.is_losing.store(true, Ordering::SeqCst);
+        commit.publish(&changes(&change), 0, &|_, _| false).unwrap_err();
+        lossy.is_losing.store(false, Ordering::SeqCst);
+    }
+    // The backend gives up. The next checkpoint has the changes of this one, too.
+    let _ = mirror.fail(number, "the catalog was away");
+    let (done, is_done) = mpsc::channel();
+    thread::spawn(move || {
+        let commit = mirror.begin(&new(number + 1)).unwrap();
+        commit.mark_unverified();
+        let all = disk([(1, 11), (2, 12)]);
+        put(&repository, &all);
+        let snapshot = commit.publish(&changes(&all), 0, &|_, _| false).unwrap();
+        done.send(read(&repository, &snapshot).unwrap()).unwrap();
+    });
+    let found = is_done.recv_timeout(Duration::from_secs(60)).expect("the checkpoint ends");
+    assert_eq!(found, disk([(0, 1), (1, 11), (2, 12)]));
+}
+
+/// All peers that have the blobs of a long import are drained before it ends.
+#[test]
+fn a_sweep_of_drained_peers_keeps_what_a_running_commit_has_stored() {
+    let place = Place::peers();
+    let Place::Peers(peers) = &place else { unreachable!() };
+    let repository = place.open();
+    import(&repository, "other", &disk([(0, 50)]));
+    let all = disk((0..10).map(|at| (at, at + 1)));
+    let commit = repository.begin_commit().unwrap();
+    put(&repository, &all);
+    peers.site.peers.iter().for_each(|peer| peer.age(LONG as u32));
+    (0..4).for_each(|at| peers.drain_for_a_while(at));
+    let root = store_tree(&repository, &Root::default(), &all);
+    let image = commit.publish_image(&"a".parse().unwrap(), geometry(), &root, 0, 0).unwrap();
+    assert_eq!(read(&place.open(), &image).unwrap(), all);
+}
+
+#[test]
+fn a_prune_goes_on_if_the_records_of_one_image_cannot_be_stored() {
+    use crate::maintenance::prune::{PruneOptions, prune};
+    use crate::name::Scope;
+    use crate::retention::RetentionPolicy;
+    let mut place = Place::peers();
+    let wide = place.open().with_policy(Redundancy::Replicas(4).into());
+    for (repository, image) in [(&wide, "a"), (&place.open(), "b")] {
+        let first = import(repository, image, &disk([(0, 1)]));
+        let mirror = attach(repository, image.as_bytes()[0], &first);
+        checkpoint(repository, &mirror, &disk([(1, 2)]));
+    }
+    let policy = RetentionPolicy { last: Some(1), ..RetentionPolicy::default() };
+    wide.catalog().set_policy(&Scope::All, &policy).unwrap();
+    drop(wide);
+    let Place::Peers(peers) = &mut place else { unreachable!() };
+    peers.take_away(3);
+    let mut lines = Vec::new();
+    let pruned = prune(&place.open(), &Scope::All, &PruneOptions::default(), &mut |one| {
+        lines.push((one.name.to_string(), one.is_removed, one.reason));
+        Ok(())
+    });
+    assert_eq!(pruned.unwrap_err().kind(), ErrorKind::Unavailable);
+    let failed = lines.iter().find(|(name, ..)| name == "a@1").unwrap();
+    assert!(!failed.1 && failed.2.starts_with("the removal failed: "), "{failed:?}");
+    let removed: Vec<_> = lines.iter().filter(|(_, is_removed, _)| *is_removed).collect();
+    assert_eq!(removed.iter().map(|(name, ..)| &**name).collect::<Vec<_>>(), ["b@1"]);
 }

@@ -160,6 +160,10 @@ impl Collection<'_> {
         };
         let give_up: Vec<_> = self.options.give_up.iter().map(name).collect::<Result<_>>()?;
         let number = self.begin()?;
+        if self.repository.blobs_in_directory().is_none() {
+            // Before the roots are read: what a rebuild restores until then is among them.
+            self.check_catalog(number)?;
+        }
         // After the number was raised: see `catalog::collection`.
         let mut roots = catalog.collection_roots(self.options.dry_run)?;
         let bound = self.bound(number, &roots)?;

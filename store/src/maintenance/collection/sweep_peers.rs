@@ -42,7 +42,6 @@ impl Collection<'_> {
         report: &mut CollectionReport,
     ) -> Result<()> {
         let (connected, peers, runtime) = self.connect(report.number)?;
-        self.check_listed(&connected, &runtime, &peers)?;
         (self.progress)(CollectionProgress::Sweeping { seen: 0, freed: 0 });
         let is_live = |peer: &&Peer| matches!(peer.health, Health::Up | Health::Draining);
         self.repository.blobs().raise_stamp(report.number);
@@ -84,15 +83,11 @@ impl Collection<'_> {
 
     /// Fails if the peers have records of snapshots that the catalog does not have, or tombstones of
     /// snapshots that it has.
-    fn check_listed(
-        &self,
-        connected: &ConnectedPeers,
-        runtime: &Runtime,
-        peers: &[Peer],
-    ) -> Result<()> {
+    pub(super) fn check_catalog(&self, number: CollectionNumber) -> Result<()> {
+        let (connected, peers, runtime) = self.connect(number)?;
         let catalog = self.repository.catalog();
         for look in 1.. {
-            let compared = compare_with_records(catalog, connected, peers);
+            let compared = compare_with_records(catalog, &connected, &peers);
             let Disagreement { unlisted, revived } = runtime.block_on(compared)?;
             let is_planted = is_planted(Defect::AcceptOlderCatalog);
             match (unlisted, revived) {

@@ -102,6 +102,11 @@ pub(super) fn store(repository: &Repository, base: &Root, disk: &Disk) -> Root {
     let contents: Vec<_> = disk.values().map(|number| content(*number)).collect();
     let chunks: Vec<_> = contents.iter().map(|one| NewBlob::new(one)).collect();
     repository.put_chunks(&chunks).unwrap();
+    store_tree(repository, base, disk)
+}
+
+/// Stores only the tree.
+pub(super) fn store_tree(repository: &Repository, base: &Root, disk: &Disk) -> Root {
     repository.commit_tree(base, geometry(), &changes(disk)).unwrap().root
 }
 

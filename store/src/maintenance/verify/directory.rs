@@ -1,12 +1,13 @@
-//! Reads the chunks of a directory in the order of their segments.
+//! Reads the chunks and tree nodes of a directory in the order of their segments.
 //!
 //! ```text
 //! names, sorted ─► their places ─► sorted by place ─► extents of up to 4 MiB ─► threads: read, hash
 //! ```
 //!
 //! Direct I/O reads an extent at a time, so that the disk itself is read, at its speed, and the page
-//! cache stays as it is. A chunk that is not as it should be there is read again by the ordinary way,
-//! which also finds a chunk that another process has stored again meanwhile. Its error counts.
+//! cache, which may be better than the disk, stays as it is. A blob that is not as it should be there is
+//! looked up and read again alone, also with direct I/O: another process may have stored it again
+//! meanwhile. Its error counts.
 
 use std::fs::File;
 use std::sync::mpsc::{Receiver, sync_channel};
@@ -17,9 +18,8 @@ use super::{SortedChunks, parse};
 use crate::blobs::directory::{BlobPlace, DirectoryBlobs};
 use crate::buffers::Buffer;
 use crate::durable::sorted_runs::{RunSorter, SortedRuns, temporary_directory};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::id::ChunkId;
-use crate::repository::Repository;
 
 /// The names that are looked up in the index at a time.
 const LOOKUP_BATCH: usize = 4096;
@@ -41,7 +41,6 @@ pub(super) type OnRead<'a> = dyn Fn(ChunkId, u32, Result<()>) + Sync + 'a;
 
 /// Reads of the chunks in a directory.
 pub(super) struct SegmentReads<'a> {
-    pub(super) repository: &'a Repository,
     pub(super) blobs: &'a DirectoryBlobs,
     pub(super) chunks: &'a SortedChunks,
 }
@@ -50,7 +49,7 @@ pub(super) struct SegmentReads<'a> {
 struct Placed {
     place: BlobPlace,
     chunk: ChunkId,
-    /// The length that the chunk must have.
+    /// The length that the chunk must have; 0 if it is a tree node, whose length is not known.
     len: u32,
 }
 
@@ -103,7 +102,7 @@ impl SegmentReads<'_> {
             for ((chunk, len), place) in some.into_iter().zip(self.blobs.places(&ids)?) {
                 match place {
                     Some(place) => sorter.push(entry(&Placed { place, chunk, len })),
-                    None => self.read_again(&chunk, len, on_read),
+                    None => self.read_alone(&chunk, len, on_read),
                 }
             }
         }
@@ -118,11 +117,9 @@ impl SegmentReads<'_> {
         for one in extent {
             let at = (one.place.offset - start) as usize;
             let content = buffer[..filled].get(at..at + one.place.len as usize);
-            let is_right = one.place.len == one.len
-                && content.is_some_and(|content| ChunkId::of(content) == one.chunk);
-            match is_right {
+            match content.is_some_and(|content| is_right(content, &one.chunk, one.len)) {
                 true => on_read(one.chunk, one.len, Ok(())),
-                false => self.read_again(&one.chunk, one.len, on_read),
+                false => self.read_alone(&one.chunk, one.len, on_read),
             }
         }
     }
@@ -141,10 +138,23 @@ impl SegmentReads<'_> {
         open.as_ref().map_or(0, |(_, file)| self.blobs.read_direct(file, start, buffer))
     }
 
-    fn read_again(&self, chunk: &ChunkId, len: u32, on_read: &OnRead<'_>) {
-        let mut buffer = vec![0; len as usize];
-        on_read(*chunk, len, self.repository.read_chunk(chunk, &mut buffer));
+    fn read_alone(&self, chunk: &ChunkId, len: u32, on_read: &OnRead<'_>) {
+        on_read(*chunk, len, self.check_alone(chunk, len));
     }
+
+    fn check_alone(&self, chunk: &ChunkId, len: u32) -> Result<()> {
+        let found = self.blobs.check_on_disk(&(*chunk).into())?;
+        if len == 0 || found == len {
+            return Ok(());
+        }
+        let reason = format!("it has {found} bytes, {len} are expected");
+        Err(Error::corrupt(format!("chunk {chunk}"), reason))
+    }
+}
+
+/// Whether a blob has its name, and a chunk its length.
+fn is_right(content: &[u8], name: &ChunkId, len: u32) -> bool {
+    (len == 0 || content.len() == len as usize) && ChunkId::of(content) == *name
 }
 
 fn next(waiting: &Mutex<Receiver<Extent>>) -> Option<Extent> {

@@ -1,7 +1,7 @@
 //! Reads and verifies every blob that snapshots refer to.
 //!
 //! ```text
-//! new: walk the trees ─► names of chunks, sorted ─► run ─┬─ a directory: in the order of the segments
+//! new: walk the trees ─► names, sorted ─────────────► run ─┬─ a directory: in the order of the segments
 //!        └─ nodes that cannot be read                    └─ peers: every fragment of every blob
 //!                                                              │
 //!        when each snapshot was verified ◄── which snapshots ◄─┴─ what cannot be read, and why
@@ -52,10 +52,10 @@ pub const MAX_READERS: usize = 256;
 /// The most names of chunks in memory: 36 MiB.
 const MAX_NAMES: usize = if cfg!(test) { 8 } else { 1 << 20 };
 
-/// The length of an entry: the name of a chunk, and its length.
+/// The length of an entry: the name of a chunk and its length, or of a node and 0.
 const ENTRY: usize = 36;
 
-/// The chunks that are to be read, in the order of their names.
+/// The chunks and nodes that are to be read, in the order of their names.
 type SortedChunks = SortedRuns<ENTRY>;
 
 /// A verification of snapshots.
@@ -87,7 +87,8 @@ impl<'a> Verifier<'a> {
         let begun = now();
         let basis = repository.catalog().begin_verification(&snapshots)?;
         let (snapshots, readers) = begin_reading(repository, snapshots)?;
-        let (mut found, mut nodes) = (Findings::new(basis), HashSet::new());
+        let (mut found, mut nodes, mut unread) =
+            (Findings::new(basis), HashSet::new(), HashSet::new());
         let (mut sorter, mut bytes) = (names(), 0);
         let is_directory = repository.blobs_in_directory().is_some();
         for snapshot in &snapshots {
@@ -102,9 +103,16 @@ impl<'a> Verifier<'a> {
                     bytes += u64::from(len);
                 }
             };
-            let mut failed = |id: NodeId, error| found.add(id.into(), BlobUse::Node, error);
+            let mut failed = |id: NodeId, error| {
+                unread.insert(id);
+                found.add(id.into(), BlobUse::Node, error);
+            };
             let (root, geometry) = (&snapshot.root, snapshot.geometry);
             repository.trees().walk(root, geometry, &mut nodes, &mut visit, &mut failed);
+        }
+        // The walk has read them from caches.
+        for id in nodes.iter().filter(|id| is_directory && !unread.contains(*id)) {
+            sorter.push(entry(&ChunkId::from_bytes(*id.as_bytes()), 0));
         }
         found.report.blobs = nodes.len() as u64;
         let chunks = sorter.finish()?;
@@ -125,13 +133,13 @@ impl<'a> Verifier<'a> {
         match self.repository.blobs_in_directory() {
             Some(blobs) => {
                 let found = Mutex::new(&mut found);
-                let reads =
-                    SegmentReads { repository: self.repository, blobs, chunks: &self.chunks };
-                reads.run(&|id, len, result| {
+                SegmentReads { blobs, chunks: &self.chunks }.run(&|id, len, result| {
                     let mut found = found.lock().expect("no reader panics");
-                    found.report.blobs += 1;
+                    // The nodes are counted already.
+                    let used_as = if len == 0 { BlobUse::Node } else { BlobUse::Chunk };
+                    found.report.blobs += u64::from(len > 0);
                     if let Err(error) = result {
-                        found.add(id.into(), BlobUse::Chunk, error);
+                        found.add(id.into(), used_as, error);
                     }
                     drop(found);
                     let before = done.fetch_add(u64::from(len), Ordering::Relaxed);

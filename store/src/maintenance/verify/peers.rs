@@ -44,7 +44,7 @@ impl Verifier<'_> {
         let permit: DeletionPermit = Arc::new(|| Box::pin(async { false }));
         let listed = peers.iter().filter_map(Peer::member);
         let connected = ConnectedPeers::new(listed, security.clone(), permit, stamp);
-        let wanted = self.wanted()?;
+        let wanted = self.wanted(found)?;
         let runtime = Builder::new_current_thread().enable_all().build();
         let runtime = runtime.map_err(|error| Error::io("starting", "a thread".as_ref(), error))?;
         let mut gone: BTreeMap<_, String> = BTreeMap::new();
@@ -98,8 +98,9 @@ impl Verifier<'_> {
         }
     }
 
-    /// The blobs with the redundancy that each should have.
-    fn wanted(&self) -> Result<SortedWanted> {
+    /// The blobs with the redundancy that each should have. What is below a node that cannot be read is
+    /// not among them.
+    fn wanted(&self, found: &mut Findings) -> Result<SortedWanted> {
         let mut wanted = WantedBlobs::new();
         let mut seen: BTreeMap<String, _> = BTreeMap::new();
         for snapshot in &self.snapshots {
@@ -115,8 +116,9 @@ impl Verifier<'_> {
                 Referred::Chunk(_) => {}
             };
             let (root, geometry) = (&snapshot.root, snapshot.geometry);
-            // The first walk has reported the nodes that cannot be read.
-            self.repository.trees().walk(root, geometry, seen, &mut visit, &mut |_, _| ());
+            // Most of them have failed before, in the first walk.
+            let mut failed = |id: NodeId, error| found.add(id.into(), BlobUse::Node, error);
+            self.repository.trees().walk(root, geometry, seen, &mut visit, &mut failed);
         }
         wanted.finish()
     }

@@ -14,6 +14,9 @@ use crate::error::Result;
 use crate::id::BlobId;
 use crate::planted::{Defect, is_planted};
 
+/// Blobs with lost stamps that get one in a transaction.
+const LOST_BATCH: u64 = if cfg!(test) { 3 } else { 10_000 };
+
 /// The most ranges of freed space that are read at a time.
 const MAX_FREED: u32 = 1024;
 
@@ -55,10 +58,26 @@ impl Index {
             return Ok(false);
         }
         transaction.execute("UPDATE collection SET number = ?", [number.0])?;
-        let lost = "UPDATE blobs SET stamp = ? WHERE stamp = ?";
-        transaction.execute(lost, [number.0, CollectionNumber::MAX.0])?;
         transaction.commit()?;
+        drop(writer);
+        while self.give_lost_stamps(number)? {}
         Ok(true)
+    }
+
+    /// Gives some of the blobs whose stamp was lost the number of this collection, unless a later one has
+    /// begun. Returns whether there are more. One transaction for all of them would be too large.
+    fn give_lost_stamps(&self, number: CollectionNumber) -> Result<bool> {
+        // The number is written out, so that SQLite uses the index.
+        const LOST: &str = "UPDATE blobs SET stamp = ?1 WHERE id IN (
+            SELECT id FROM blobs WHERE stamp = 9223372036854775807 LIMIT ?2)";
+        let mut writer = lock(&self.writer);
+        let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
+        if highest_collection(&transaction)? > number {
+            return Ok(false);
+        }
+        let given = transaction.execute(LOST, [number.0, LOST_BATCH])?;
+        transaction.commit()?;
+        Ok(given > 0)
     }
 
     /// Lists the first blobs after one, in the order of their names.

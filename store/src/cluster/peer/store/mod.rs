@@ -71,10 +71,10 @@ use self::storing::Staged;
 use self::table::{DATABASE, Deleted, ScrubRecord, Table};
 use crate::cluster::protocol::{DeletedFragments, FragmentId, PeerTime, StampBound, Usage};
 use crate::durable::data_directory::DataDirectory;
+use crate::durable::reserve::Reserve;
 use crate::durable::sync::SegmentSync;
 use crate::error::{Error, Result};
 use crate::id::PeerId;
-use crate::sys;
 
 pub use self::room::Room;
 pub use self::scrub::{ScrubPause, ScrubRound, ScrubStatus};
@@ -130,6 +130,7 @@ pub struct PeerStore {
     opened: Instant,
     /// Locks the directory, which only one process may use.
     _lock: File,
+    reserve: Reserve,
     table: Table,
     files: Files,
     key: Key,
@@ -179,6 +180,8 @@ impl PeerStore {
         }
         // If the table is missing, this creates an empty one, and `Log::open` fills it from the
         // log.
+        let reserve = Reserve::of(directory)?;
+        reserve.release();
         make()?;
         let table = Table::open(directory, elapsed)?;
         let log = Log::open(directory, &id, &table)?;
@@ -190,6 +193,7 @@ impl PeerStore {
             directory: directory.to_owned(),
             opened: Instant::now(),
             _lock: lock,
+            reserve,
             table,
             files: Files::new(directory),
             key: Key::of(&id),
@@ -202,6 +206,7 @@ impl PeerStore {
             requests: AtomicUsize::new(0),
         };
         store.read_names()?;
+        store.reserve.keep();
         Ok(store)
     }
 
@@ -300,6 +305,9 @@ impl PeerStore {
         // With both locks held, no fragment becomes known and no put starts to rely on one.
         let _flushing = self.flushing.lock().expect("no thread panics during a flush");
         let log = self.log();
+        // The table needs space, too.
+        log.free_ahead();
+        self.reserve.release();
         self.settle(false)?;
         // The locks may have taken long.
         if self.clock() >= deadline {
@@ -322,7 +330,7 @@ impl PeerStore {
         deleted.extend(bad);
         let bytes = reclaim(&self.files, &self.key, &self.table, &deleted, quiet);
         if !deleted.is_empty() {
-            log.free_ahead();
+            self.reserve.keep();
         }
         let segments: HashSet<_> = deleted.iter().map(|one| one.place.segment).collect();
         for number in segments.difference(&used) {
@@ -352,7 +360,7 @@ impl PeerStore {
         };
         let capacity = match self.capacity {
             Some(capacity) => capacity,
-            None => used + sys::free_space(&self.directory)?,
+            None => used + self.reserve.free_for_blobs()?,
         };
         Ok(Usage { capacity, used, reserved, fragments })
     }

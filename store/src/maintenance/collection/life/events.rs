@@ -292,21 +292,26 @@ impl Life {
     fn collect_while_a_peer_is_down(&mut self, at: usize) {
         let collector = self.place.open();
         let Place::Peers(peers) = &mut self.place else { return };
-        peers.site.stop(at);
         let peers = RefCell::new(peers);
-        let is_called = Cell::new(false);
-        let collected = collect(&collector, &CollectionOptions::default(), &|progress| {
-            let is_first = matches!(progress, CollectionProgress::Marking { .. });
-            if is_first && !is_called.replace(true) {
-                peers.borrow_mut().site.restart(at);
-            }
-        });
-        if !is_called.get() {
+        let (is_away, is_back) = (Cell::new(false), Cell::new(false));
+        let collected =
+            collect(&collector, &CollectionOptions::default(), &|progress| match progress {
+                CollectionProgress::Marking { .. } if !is_away.replace(true) => {
+                    peers.borrow_mut().site.stop(at);
+                }
+                CollectionProgress::Sweeping { .. } if !is_back.replace(true) => {
+                    peers.borrow_mut().site.restart(at);
+                }
+                _ => {}
+            });
+        if is_away.get() && !is_back.get() {
             peers.borrow_mut().site.restart(at);
         }
-        // It may need the records of the peer.
+        // The mark may need what only this peer has at the moment.
         if let Err(error) = collected {
-            assert_eq!(error.kind(), crate::error::ErrorKind::Unavailable, "{error}");
+            let is_right = matches!(error, Error::CannotMark { .. })
+                || error.kind() == crate::error::ErrorKind::Unavailable;
+            assert!(is_right, "{error}");
         }
         self.restart_all();
         self.check(true);

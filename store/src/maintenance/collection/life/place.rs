@@ -48,7 +48,7 @@ pub(in super::super) struct PeerPlace {
     directory: TempDir,
     /// The number of catalogs that there have been.
     catalogs: u32,
-    documents: Arc<dyn Documents>,
+    pub(in super::super) documents: Arc<dyn Documents>,
     beating: Option<Heartbeats>,
 }
 
@@ -117,7 +117,7 @@ impl PeerPlace {
     }
 
     /// All peers join another catalog: a copy, or an empty one.
-    fn use_catalog(&mut self, copy: Option<&CatalogCopy>) {
+    pub(in super::super) fn use_catalog(&mut self, copy: Option<&CatalogCopy>) {
         self.beating = None;
         self.catalogs += 1;
         let path = self.catalog();
@@ -157,6 +157,21 @@ impl PeerPlace {
         if is_empty {
             membership::forget(&*self.documents, &id).unwrap();
         }
+    }
+
+    /// The peer stops, and the catalog knows that it is down.
+    pub(in super::super) fn take_away(&mut self, at: usize) {
+        self.site.stop(at);
+        let others: Vec<_> = (0..PEERS).filter(|other| *other != at).collect();
+        self.beating = Some(Heartbeats::of_some(&self.site, &others, &self.documents));
+    }
+
+    /// The peer is drained while a repair runs, and used again, whether it is empty or not.
+    pub(in super::super) fn drain_for_a_while(&self, at: usize) {
+        let id = self.site.peers[at].id;
+        drain(&*self.documents, &id, true).unwrap();
+        repair_all(&self.open(), None, &|_| ()).unwrap();
+        drain(&*self.documents, &id, false).unwrap();
     }
 
     /// The peer is drained until it is empty, and used again.
