@@ -156,6 +156,8 @@ impl CommitSetup {
             .flat_map(|one| one.labels.into_iter().map(move |label| (label, one.number)))
             .collect();
         let numbers = image.attachment.resume(&unused.load(), unused.reservation())?;
+        // Before this process reserves numbers: it may be killed before it has recorded them.
+        unused.record_reservation(image.attachment.reservation());
         Ok(CommitSetup { numbers, labels, resumed, unrecorded })
     }
 }

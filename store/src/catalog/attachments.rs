@@ -75,8 +75,11 @@ impl Catalog {
             let is_same = reservation == Some(mirror.reservation);
             let is_own =
                 (mirror.reserved.start < left.end || is_same) && start < mirror.reserved.end;
-            let reservation = mirror.reservation;
-            let usable = if is_own { start..mirror.reserved.end } else { 0..0 };
+            let (usable, reservation) = match is_own {
+                true => (start..mirror.reserved.end, mirror.reservation),
+                // What this process reserves next begins a reservation of its own.
+                false => (0..0, holder.fence.unwrap_or(0)),
+            };
             let mut change = Change::default();
             if mirror.reserved != usable {
                 mirror.reserved = usable.clone();

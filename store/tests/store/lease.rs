@@ -296,8 +296,12 @@ fn numbers_that_were_not_given_back_are_found_by_the_id_of_their_reservation(
     next.release(Some(2..8)).unwrap();
     let next = attach();
     assert_eq!(next.resume(&(2..2), id).unwrap(), 0..0, "it was killed after that");
+    let own = Some(next.reservation());
+    assert_ne!(own, id);
     assert_eq!(next.reserve(4).unwrap(), 2..6, "they are free");
-    assert_ne!(Some(next.reservation()), id);
+    assert_eq!(Some(next.reservation()), own, "it is known before the reservation");
+    let next = attach();
+    assert_eq!(next.resume(&(2..2), own).unwrap(), 2..6, "it was killed before it recorded them");
     assert_eq!(attach().resume(&(2..2), id).unwrap(), 0..0, "they may have been used");
 }
 
