@@ -1,13 +1,18 @@
 //! A full disk: nothing is lost, and the repository continues when there is space again.
 
 use std::fs;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::Command;
 
 use crate::support::{assert_holds, content, disk, name, write};
+use cairn_store::cluster::peer::PeerStore;
+use cairn_store::cluster::protocol::FragmentId;
 use cairn_store::cluster::repair::Wanted;
 use cairn_store::encoding::Redundancy;
+use cairn_store::encoding::fragment::{Fragment, encode};
 use cairn_store::maintenance::WantedBlobs;
+use cairn_store::maintenance::verify::{BlobUse, Verifier};
 use cairn_store::{BlobId, ErrorKind, Repository, Root};
 use tempfile::TempDir;
 
@@ -180,4 +185,100 @@ fn a_repository_on_a_full_disk_can_be_listed_removed_from_and_collected() {
     let root = write(&repository, &Root::default(), &chunks(9000));
     let snapshot = repository.publish_image(&name("after"), disk(1000), &root, 0, 0).unwrap();
     assert_holds(&repository, &snapshot, &chunks(9000));
+}
+
+/// A peer without a capacity fills its file system, whose last block some other program takes. It can
+/// still delete, and open again.
+#[test]
+fn a_peer_on_a_full_disk_deletes_and_opens_again() {
+    let number_of = |number: u64| {
+        let mut content = vec![0; 64 << 10];
+        blake3::Hasher::new().update(&number.to_le_bytes()).finalize_xof().fill(&mut content);
+        let (description, blocks) = encode(&BlobId::of(&content), &content, Redundancy::NONE);
+        Fragment { description, index: 0, block: blocks.share(0) }
+    };
+    let id = |Fragment { description, index, .. }: &Fragment| FragmentId {
+        blob: description.blob,
+        encoding: description.id(),
+        index: *index,
+    };
+    let Some(small) = SmallExt4::mount(64) else {
+        eprintln!("skipped: mounting a small ext4 needs root");
+        return;
+    };
+    let directory = small.path().join("peer");
+    let store = PeerStore::open(&directory, None).unwrap();
+    let mut all = Vec::new();
+    let refused = (0..10_000).find_map(|number| {
+        let one = number_of(number);
+        let put = store.put(std::slice::from_ref(&one)).and_then(|mut all| all.remove(0));
+        all.push(one);
+        put.and_then(|()| store.flush()).err()
+    });
+    assert_eq!(refused.unwrap().kind(), ErrorKind::Unavailable);
+    all.pop();
+    assert!(all.len() > 200, "{}", all.len());
+    let ballast = small.path().join("ballast");
+    let mut delete_some = |store: &PeerStore| {
+        let some: Vec<_> = all.drain(..100).map(|one| id(&one)).collect();
+        let deleted: u64 = some.chunks(10).map(|some| store.delete(some, 0).unwrap()).sum();
+        assert!(deleted >= 100 * (64 << 10), "{deleted}");
+    };
+    fill(&ballast);
+    delete_some(&store);
+    drop(store);
+    fs::remove_file(&ballast).unwrap();
+    fill(&ballast);
+    delete_some(&PeerStore::open(&directory, None).unwrap());
+}
+
+/// The page cache has the right bytes of a damaged disk.
+#[test]
+fn a_verification_reads_the_disk_and_not_the_page_cache() {
+    let Some(small) = SmallExt4::mount(64) else {
+        eprintln!("skipped: mounting a small ext4 needs root");
+        return;
+    };
+    let url = crate::support::url_of(&small.path().join("repository"));
+    let repository = Repository::open_or_create(&url).unwrap();
+    let chunks: Vec<_> = (0..50).map(|at| (at, 7000 + at)).collect();
+    let root = write(&repository, &Root::default(), &chunks);
+    let snapshot = repository.publish_image(&name("a"), disk(1000), &root, 0, 0).unwrap();
+    drop(repository);
+    let verify = || {
+        let repository = Repository::open(&url).unwrap();
+        Verifier::new(&repository, vec![snapshot.clone()], None).unwrap().run(&|_| ()).unwrap()
+    };
+    assert_eq!((verify().unreadable, verify().verified), (0, 1));
+    let segment = small.path().join("repository/segments/00000001");
+    assert!(Command::new("sync").arg("-f").arg(&segment).status().unwrap().success());
+    let bytes = fs::read(&segment).unwrap();
+    let image = small.dir.path().join("image");
+    let backing = fs::read(&image).unwrap();
+    let file = fs::File::options().write(true).open(&image).unwrap();
+    // A chunk, and everything else: the nodes, and the records of groups, which nobody reads.
+    let chunk = content(7007);
+    let is_chunk =
+        |at: usize| chunks.iter().any(|(_, seed)| bytes[at..].starts_with(&content(*seed)[..64]));
+    // A block is found by its beginning.
+    let blocks: std::collections::HashMap<&[u8], usize> =
+        (0..backing.len()).step_by(1024).map(|at| (&backing[at..at + 64], at)).collect();
+    let mut at = 0;
+    while at < bytes.len() {
+        let is_other = !is_chunk(at);
+        let begin = &bytes[at..at + 64];
+        if (is_other || bytes[at..].starts_with(&chunk)) && begin != [0; 64] {
+            file.write_all_at(&[begin[8] ^ 1], blocks[begin] as u64 + 8).unwrap();
+        }
+        at += if is_other { 4096 } else { chunk.len() };
+    }
+    file.sync_all().unwrap();
+    let mut cached = vec![0; bytes.len()];
+    fs::File::open(&segment).unwrap().read_exact_at(&mut cached, 0).unwrap();
+    assert!(cached == bytes, "the page cache has what was written");
+    let report = verify();
+    let uses: Vec<_> = report.errors.iter().map(|one| one.used_as).collect();
+    assert!(uses.contains(&BlobUse::Chunk) && uses.contains(&BlobUse::Node), "{report:?}");
+    let repository = Repository::open(&url).unwrap();
+    assert!(repository.catalog().verified(&name("a")).unwrap().of(1).is_none());
 }
