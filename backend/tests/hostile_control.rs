@@ -198,6 +198,17 @@ fn a_guest_gives_up_only_what_it_has_taken_itself_and_only_if_the_host_allows_it
 }
 
 #[test]
+fn a_guest_with_a_read_only_disk_gives_up_nothing_of_the_guest_that_writes_it() {
+    let target = Target::with(&["--guest-may-remove"]);
+    let number = target.backend.guest().stable_checkpoint();
+    let options = Options::named(&target.site, "reader");
+    let reader = Backend::start(&options.with(&["--read-only", "--guest-may-remove"]));
+    let which = Obsolete { number: Some(number), keep_last: None };
+    assert_eq!(give_up(&mut reader.guest(), which), Err(RefusalKind::Denied));
+    assert!(!repository::snapshot(&target.site.store(), IMAGE, number).is_obsolete);
+}
+
+#[test]
 fn a_label_is_given_once() {
     let target = Target::new();
     let mut control = target.backend.control();

@@ -126,7 +126,6 @@ fn execute(cli: Cli) -> Outcome {
         Command::Peers { action: Some(action) } => peers::change(&open()?, &action, style),
         Command::Repair { rate } => peers::repair(&open()?, rate, style),
         Command::Gc { dry_run, grace, give_up, accept_older_catalog } => {
-            let grace = grace.0.unwrap_or_default();
             let options = CollectionOptions { dry_run, grace, give_up, accept_older_catalog };
             collect::gc(&open()?, &options, style)
         }
@@ -146,7 +145,7 @@ fn execute(cli: Cli) -> Outcome {
 /// Prints the help, the version, or an error in the command line. The command line could not be
 /// parsed, so the function searches it for `--json`.
 fn usage(error: &clap::Error) -> ExitCode {
-    if !error.use_stderr() || !std::env::args().any(|arg| arg == "--json") {
+    if !error.use_stderr() || !std::env::args_os().any(|arg| arg == "--json") {
         error.exit();
     }
     let message = error.to_string();

@@ -120,7 +120,9 @@ fn snapshots(
     let after = match &args.after {
         None => None,
         Some(SnapshotRef { image, selector: Selector::Number(number) }) => Some((image, *number)),
-        Some(SnapshotRef { image, selector: Selector::Newest }) if !is_in(scope, image) => {
+        Some(SnapshotRef { image, selector: Selector::Newest })
+            if !matches!(scope, Scope::Image(_)) =>
+        {
             Some((image, u64::MAX))
         }
         Some(_) => return Err(usage("this lists snapshots, so --after is IMAGE@NUMBER")),
@@ -190,10 +192,6 @@ fn snapshots(
         }
     }
     page.end()
-}
-
-fn is_in(scope: &Scope, image: &cairn_store::ImageName) -> bool {
-    matches!(scope, Scope::Image(one) if one == image)
 }
 
 /// What else there is to say about a snapshot.

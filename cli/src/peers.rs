@@ -323,6 +323,7 @@ pub(crate) fn rebuild(repository: &Repository, force: bool, style: Style) -> Out
             "snapshots": rebuilt.snapshots,
             "removed": rebuilt.removed,
             "left": rebuilt.left,
+            "policies_lost": rebuilt.keeps_all,
         }));
     }
     let mut text =
@@ -336,6 +337,9 @@ pub(crate) fn rebuild(repository: &Repository, force: bool, style: Style) -> Out
     if !rebuilt.left.is_empty() {
         let names = rebuilt.left.join(" ");
         text += &format!("not restored, because another image has the name: {names}\n");
+    }
+    if rebuilt.keeps_all {
+        text += "the policies are lost: / keeps all snapshots until you set it again\n";
     }
     print(&text)
 }

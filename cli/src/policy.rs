@@ -2,7 +2,7 @@
 
 use cairn_store::maintenance::prune::{PruneOptions, PrunedSnapshot};
 use cairn_store::retention::RetentionPolicy;
-use cairn_store::{AppliedPolicy, ImageName, Repository, Scope};
+use cairn_store::{AppliedPolicy, Image, Repository, Scope};
 use serde_json::{Value, json};
 
 use crate::args::{Policy, Rules, Style};
@@ -13,8 +13,8 @@ use crate::time::utc;
 pub(crate) fn run(repository: &Repository, command: &Policy, style: Style) -> Outcome {
     match command {
         Policy::Set { scope, rules } => set(repository, scope, *rules, style),
-        Policy::Show { image: None } => list(repository, style),
-        Policy::Show { image: Some(image) } => show(repository, image, style),
+        Policy::Show { scope: None } => list(repository, style),
+        Policy::Show { scope: Some(scope) } => show(repository, scope, style),
         Policy::Rm { scope } => {
             let doing = || format!("removing the policy of '{scope}'");
             repository.catalog().remove_policy(scope).doing(doing)?;
@@ -50,6 +50,17 @@ fn set(repository: &Repository, scope: &Scope, rules: Rules, style: Style) -> Ou
     if style.json {
         return print_json(&json!({ "scope": scope.to_string(), "policy": policy }));
     }
+    if matches!(scope, Scope::Folder(_)) {
+        let mut is_any = false;
+        let each = |image: Image| {
+            is_any |= scope.contains(&image.name);
+            Ok(!is_any)
+        };
+        repository.catalog().each_image_while(each).doing(doing)?;
+        if !is_any {
+            eprintln!("note: no image is in {scope} now");
+        }
+    }
     print(&format!("{scope}: {policy}\n"))
 }
 
@@ -63,20 +74,28 @@ fn list(repository: &Repository, style: Style) -> Outcome {
     listing.end()
 }
 
-fn show(repository: &Repository, image: &ImageName, style: Style) -> Outcome {
-    let doing = || format!("showing the policy of image '{image}'");
-    repository.catalog().image(image).doing(doing)?;
-    let applied = repository.catalog().policy_of(image).doing(doing)?;
+fn show(repository: &Repository, scope: &Scope, style: Style) -> Outcome {
+    let doing = || format!("showing the policy of '{scope}'");
+    let applied = match scope {
+        Scope::Image(image) => {
+            repository.catalog().image(image).doing(doing)?;
+            repository.catalog().policy_of(image).doing(doing)?
+        }
+        // A new image in the folder would get it.
+        Scope::Folder(_) | Scope::All => {
+            repository.catalog().policy_of_scope(scope).doing(doing)?
+        }
+    };
     if style.json {
         return print_json(&applied.as_ref().map_or(Value::Null, applied_json));
     }
     let policy = applied.as_ref().map_or("keep-all".into(), |one| one.policy.to_string());
-    let scope =
+    let set_on =
         applied.as_ref().map_or("nothing: no policy applies".into(), |one| one.scope.to_string());
     print_fields(&[
-        ("image", image.to_string()),
+        ("images", scope.to_string()),
         ("policy", policy),
-        ("set on", scope),
+        ("set on", set_on),
         ("set", or_dash(applied.map(|one| utc(one.set)))),
     ])
 }

@@ -31,6 +31,15 @@ pub(crate) fn parse_interval(text: &str) -> Result<Interval, String> {
     }
 }
 
+/// Parses a period such as `24h`, or 0.
+pub(crate) fn parse_period(text: &str) -> Result<Duration, String> {
+    match text {
+        // Off could mean no period, or no end of it.
+        "off" => Err("expected a period such as 24h, or 0 for none".into()),
+        _ => parse_interval(text).map(|period| period.0.unwrap_or_default()),
+    }
+}
+
 /// Parses an age such as `7d`, in seconds: a number with a suffix s, m, h, d or w.
 pub(crate) fn parse_age(text: &str) -> Result<u64, String> {
     const WEEK: (char, u64) = ('w', 7 * 86_400);

@@ -600,7 +600,10 @@ pub enum Error {
         peer: String,
     },
     /// Another repair or collection of the repository runs.
-    #[error("another repair or collection is running; try again when it has ended")]
+    #[error(
+        "another repair or collection is running, or was killed less than a minute ago; try again when it \
+         has ended"
+    )]
     RepairRuns,
     /// The catalog is older than the blobs.
     #[error(
@@ -657,8 +660,29 @@ pub enum Error {
     #[error("too many processes change the catalog at once; try again")]
     Contended,
     /// The database reported an error.
-    #[error("the repository's database failed: {0}")]
-    Database(#[from] rusqlite::Error),
+    #[error("the repository's database failed: {source}{}", database_advice(source))]
+    Database {
+        /// What SQLite says.
+        #[from]
+        source: rusqlite::Error,
+    },
+}
+
+/// What to do about an error of SQLite.
+fn database_advice(error: &rusqlite::Error) -> &'static str {
+    use rusqlite::ErrorCode;
+    match error.sqlite_error_code() {
+        Some(ErrorCode::DatabaseCorrupt | ErrorCode::NotADatabase) => {
+            "; if index.db in the repository is damaged, stop all programs that use the repository and \
+             remove index.db with index.db-wal and index.db-shm: it is made again from the data. If \
+             catalog.db is damaged, restore it from a backup"
+        }
+        Some(ErrorCode::ReadOnly | ErrorCode::CannotOpen | ErrorCode::PermissionDenied) => {
+            "; the directory of a repository must be writable for this user, also for reading: a copy \
+             of it on a writable file system can be read, too"
+        }
+        _ => "",
+    }
 }
 
 /// The message of [`Error::PeersMissing`].
@@ -756,7 +780,7 @@ impl Error {
             | Error::Internal { .. }
             | Error::Contended
             | Error::Poisoned { .. } => ErrorKind::Unavailable,
-            Error::Database(source) => match source.sqlite_error_code() {
+            Error::Database { source } => match source.sqlite_error_code() {
                 Some(rusqlite::ErrorCode::DatabaseCorrupt | rusqlite::ErrorCode::NotADatabase) => {
                     ErrorKind::Corrupt
                 }

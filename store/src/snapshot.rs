@@ -37,7 +37,7 @@ macro_rules! word_enum {
             fn from_str(word: &str) -> std::result::Result<Self, String> {
                 match word {
                     $($word => Ok(Self::$variant),)+
-                    _ => Err(format!("'{word}' is not a {}", stringify!($name))),
+                    _ => Err(format!("'{word}' is none of {}", [$($word),+].join(", "))),
                 }
             }
         }

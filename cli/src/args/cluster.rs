@@ -9,7 +9,7 @@ use clap::{Args, Subcommand, ValueEnum};
 
 use super::{parse_address, parse_seconds};
 use crate::size::parse_size;
-use crate::time::{Interval, parse_interval};
+use crate::time::{Interval, parse_interval, parse_period};
 
 /// The options of `cairn serve`.
 #[derive(Debug, Args)]
@@ -69,10 +69,10 @@ pub(crate) struct SupervisorOptions {
     /// [default: 24h]
     #[arg(long, value_name = "TIME", value_parser = parse_interval)]
     pub(crate) gc_interval: Option<Interval>,
-    /// Keep data that was stored or used within this time, as --grace of `cairn gc` does; `off` for no
+    /// Keep data that was stored or used within this time, as --grace of `cairn gc` does; 0 for no
     /// grace period [default: 24h]
-    #[arg(long, value_name = "TIME", value_parser = parse_interval)]
-    pub(crate) gc_grace: Option<Interval>,
+    #[arg(long, value_name = "TIME", value_parser = parse_period)]
+    pub(crate) gc_grace: Option<Duration>,
 }
 
 impl SupervisorOptions {
@@ -81,7 +81,7 @@ impl SupervisorOptions {
         let lost_after = self.lost_after.unwrap_or(Duration::from_secs(900));
         let prune_interval = self.prune_interval.unwrap_or(Interval(Some(PRUNE_INTERVAL))).0;
         let collection_interval = self.gc_interval.unwrap_or(Interval(Some(DAY))).0;
-        let collection_grace = self.gc_grace.unwrap_or(Interval(Some(DAY))).0.unwrap_or_default();
+        let collection_grace = self.gc_grace.unwrap_or(DAY);
         SupervisorConfig {
             lost_after,
             rate: self.repair_rate,
@@ -98,8 +98,8 @@ impl SupervisorOptions {
 
     /// Whether any option is set.
     pub(crate) fn is_set(&self) -> bool {
-        let intervals = [self.prune_interval, self.gc_interval, self.gc_grace];
-        self.is_for_cluster() || intervals.iter().any(Option::is_some)
+        let intervals = [self.prune_interval, self.gc_interval];
+        self.is_for_cluster() || intervals.iter().any(Option::is_some) || self.gc_grace.is_some()
     }
 }
 

@@ -19,7 +19,7 @@ pub(crate) use self::names::{Ls, Policy, Rules, SortBy};
 use crate::image_format::Format;
 use crate::size::{parse_percent, parse_size};
 use crate::subject::Subject;
-use crate::time::{Interval, parse_interval};
+use crate::time::parse_period;
 
 const EXIT_CODES: &str = "\
 Exit codes:
@@ -436,7 +436,8 @@ pub(crate) enum Command {
                       With --grace, data stays that was stored, or used by a commit, within that time. Ages are \
                       measured from one collection to the next, so the first collection frees nothing unless \
                       the period is 0.\n\n\
-                      Nothing is deleted if a part of a snapshot's tree cannot be read.\n\n\
+                      Nothing is deleted if a part of a snapshot's tree cannot be read. What --give-up names can \
+                      still be listed, but not read: remove it with `cairn rm`, or later collections fail.\n\n\
                       The supervisor does the same every day: --gc-interval of `cairn supervise` and of the catalog \
                       server.\n\n\
                       Examples:\n  cairn gc --dry-run --grace 0\n  cairn gc\n  cairn gc --grace 0 --json"
@@ -446,8 +447,8 @@ pub(crate) enum Command {
         #[arg(long)]
         dry_run: bool,
         /// Keep what was stored or used within this time, such as 24h; 0 for no grace period
-        #[arg(long, value_name = "TIME", default_value = "24h", value_parser = parse_interval)]
-        grace: Interval,
+        #[arg(long, value_name = "TIME", default_value = "24h", value_parser = parse_period)]
+        grace: Duration,
         /// Give up a snapshot whose tree cannot be read: what only the unreadable part refers to is
         /// deleted; repeatable
         #[arg(long, value_name = "IMAGE@N")]

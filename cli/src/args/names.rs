@@ -1,6 +1,6 @@
 //! The arguments of the commands that name, list and keep snapshots.
 
-use cairn_store::{ImageName, Scope, SnapshotRef, SnapshotState};
+use cairn_store::{Scope, SnapshotRef, SnapshotState};
 use clap::{Args, Subcommand, ValueEnum};
 
 use crate::time::{parse_age, parse_utc_offset};
@@ -83,11 +83,14 @@ pub(crate) enum Policy {
         #[command(flatten)]
         rules: Rules,
     },
-    /// List the policies, or show which one applies to an image
-    #[command(after_help = "Examples:\n  cairn policy show\n  cairn policy show job42/node3")]
+    /// List the policies, or show which one applies to an image or a folder
+    #[command(
+        after_help = "Examples:\n  cairn policy show\n  cairn policy show job42/node3\n  cairn policy show job42/"
+    )]
     Show {
-        /// The image
-        image: Option<ImageName>,
+        /// An image, a folder with a slash at its end, or / for all images
+        #[arg(value_name = "IMAGE|FOLDER/")]
+        scope: Option<Scope>,
     },
     /// Remove a policy
     #[command(

@@ -2,7 +2,9 @@
 
 use std::cell::RefCell;
 use std::fs;
-use std::os::unix::fs::MetadataExt;
+use std::io::Write;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::process::Stdio;
 
 use serde_json::Value;
 
@@ -66,9 +68,76 @@ fn nothing_is_deleted_if_a_tree_cannot_be_read() {
     let run = place.run(&["gc", "--grace", "0"]);
     assert_eq!(run.code, 5, "{}", run.stderr);
     assert!(run.stderr.contains("--give-up vm1@1"), "{}", run.stderr);
-    let run = place.run(&["gc", "--grace", "0", "--give-up", "vm3@1"]);
-    assert_eq!(run.code, 3, "{}", run.stderr);
+    for wrong in ["vm3@1", "vm1@7"] {
+        let run = place.run(&["gc", "--grace", "0", "--give-up", wrong]);
+        assert_eq!(run.code, 3, "{}", run.stderr);
+    }
+    place.ok(&["clone", "vm1", "vm4"]);
+    let run = place.run(&["gc", "--grace", "0", "--give-up", "vm1@1"]);
+    assert_eq!(run.code, 5, "{}", run.stderr);
+    assert!(run.stderr.contains("`cairn gc --give-up vm1@1 --give-up vm4@1`"), "{}", run.stderr);
+    place.ok(&["rm", "vm4"]);
     place.ok(&["gc", "--grace", "0", "--give-up", "vm1@1"]);
+}
+
+/// The index tells where blobs are. That it is damaged says nothing about them.
+#[test]
+fn a_damaged_index_is_named_and_no_data_is_given_up() {
+    let place = Place::new();
+    fs::write(place.path("disk.raw"), random(1, 4 * MIB)).unwrap();
+    place.ok(&["import", "disk.raw", "vm1", "--chunk-size", "64K"]);
+    let index = place.path("repository/index.db");
+    let file = fs::OpenOptions::new().write(true).open(&index).unwrap();
+    // The first page has the schema. The pages of the tables follow.
+    let len = file.metadata().unwrap().len();
+    file.write_all_at(&vec![0x5a; len as usize - 4096], 4096).unwrap();
+    for args in [&["verify"][..], &["gc", "--grace", "0"], &["export", "vm1", "out.raw"]] {
+        let run = place.run(args);
+        assert_eq!(run.code, 5, "{args:?}: {}", run.stderr);
+        assert!(run.stderr.contains("remove index.db with"), "{args:?}: {}", run.stderr);
+        assert!(!run.stderr.contains("--give-up"), "{args:?}: {}", run.stderr);
+    }
+    for name in ["index.db", "index.db-wal", "index.db-shm"] {
+        let _ = fs::remove_file(place.path("repository").join(name));
+    }
+    place.ok(&["verify"]);
+}
+
+#[test]
+fn a_collection_frees_what_a_killed_import_has_written() {
+    let place = Place::new();
+    fs::write(place.path("small.raw"), random(1, MIB)).unwrap();
+    place.ok(&["import", "small.raw", "vm1"]);
+    let before = space(&place);
+    let mut import = place.command(&["import", "-", "vm2"]);
+    let mut import = import.stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+    // It waits for the end of its input.
+    let mut input = import.stdin.take().unwrap();
+    input.write_all(&random(2, 24 * MIB)).unwrap();
+    wait_until("something is written", || space(&place) > before + 8 * MIB as u64);
+    import.kill().unwrap();
+    import.wait().unwrap();
+    drop(input);
+    place.ok(&["gc", "--grace", "0"]);
+    // The import may have begun a group.
+    assert!(space(&place) <= before + 64 * 1024, "{} > {before}", space(&place));
+    place.ok(&["verify"]);
+}
+
+#[test]
+fn a_dry_run_with_an_older_catalog_is_refused_as_the_collection_is() {
+    let place = Place::new();
+    fs::write(place.path("disk.raw"), random(1, MIB)).unwrap();
+    place.ok(&["import", "disk.raw", "vm1"]);
+    let copy = place.path("catalog.copy");
+    fs::copy(place.path("repository/catalog.db"), &copy).unwrap();
+    place.ok(&["gc"]);
+    fs::copy(&copy, place.path("repository/catalog.db")).unwrap();
+    for args in [&["gc"][..], &["gc", "--dry-run"]] {
+        let run = place.run(args);
+        assert!(run.code == 4 && run.stderr.contains("older copy"), "{args:?}: {}", run.stderr);
+    }
+    place.ok(&["gc", "--dry-run", "--accept-older-catalog"]);
 }
 
 #[test]

@@ -127,7 +127,7 @@ fn supervisors_of_a_directory_prune_and_collect() {
     taken.detach();
     place.ok(&["rm", "gone"]);
     place.ok(&["policy", "set", "kept", "--keep-last", "2"]);
-    let often = ["--prune-interval", "1s", "--gc-interval", "1s", "--gc-grace", "off"];
+    let often = ["--prune-interval", "1s", "--gc-interval", "1s", "--gc-grace", "0"];
     let start =
         || start_supervisor_with(&place, &[&["--store", &url, "supervise"], &often[..]].concat());
     let [first, second] = [start(), start()];

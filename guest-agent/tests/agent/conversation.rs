@@ -86,6 +86,24 @@ fn older_snapshots_are_given_up_once_the_new_one_is_stable() {
     assert_eq!(host.request(), Request::Obsolete(Obsolete { keep_last: None, number: Some(3) }));
 }
 
+/// The older snapshots of the first disk and the new ones of the second do not belong together.
+#[test]
+fn nothing_is_given_up_unless_the_snapshots_of_all_disks_are_stable() {
+    let good = marking(true);
+    let bad = Host::answering(|request, stream| {
+        assert!(matches!(request, Request::Checkpoint(_)), "{request:?}");
+        say(stream, &accepted("data"));
+        let reason = "because of the test".into();
+        say(stream, &Event::Failed(Failed { number: 7, snapshot: "data@7".into(), reason }));
+    });
+    let output = agent("checkpoint --keep-last 1 --json", &[&good.socket(), &bad.socket()]);
+    assert_eq!(output.status.code(), Some(1), "{output:?}");
+    let taken: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert!(taken.get("obsolete").is_none(), "{taken}");
+    assert!(matches!(good.request(), Request::Checkpoint(_)));
+    assert!(good.has_no_request(), "the next request would be that to give up");
+}
+
 #[test]
 fn a_checkpoint_is_reported_although_the_host_lets_nothing_be_given_up() {
     let host = marking(false);

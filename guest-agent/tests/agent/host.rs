@@ -62,6 +62,11 @@ impl Host {
     pub(crate) fn request(&self) -> Request {
         self.requests.recv_timeout(Duration::from_secs(10)).expect("the agent sends a request")
     }
+
+    /// Whether no further request has arrived.
+    pub(crate) fn has_no_request(&self) -> bool {
+        self.requests.try_recv().is_err()
+    }
 }
 
 pub(crate) fn say(stream: &mut UnixStream, event: &Event) {

@@ -61,7 +61,7 @@ impl SnapshotEdit {
         match self {
             SnapshotEdit::AddLabel(label) if !one.labels.contains(label) => {
                 if one.labels.len() == MAX_LABELS {
-                    let (what, actual) = ("the number of labels of a snapshot", MAX_LABELS + 1);
+                    let (what, actual) = ("the list of labels of a snapshot", MAX_LABELS + 1);
                     return Err(Error::TooLarge { what, actual, limit: MAX_LABELS });
                 }
                 one.labels.push(label.clone());

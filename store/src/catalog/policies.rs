@@ -76,8 +76,26 @@ impl Catalog {
         Ok(self.find_policy(image)?.applied)
     }
 
+    /// The policy that an image in these would have: theirs, or that of the smallest scope around them.
+    pub fn policy_of_scope(&self, scope: &Scope) -> Result<Option<AppliedPolicy>> {
+        let scopes = match scope {
+            Scope::All => vec![Scope::All],
+            Scope::Image(image) => Scope::all_of(image),
+            Scope::Folder(folder) => {
+                let mut scopes = Scope::all_of(folder);
+                scopes[0] = scope.clone();
+                scopes
+            }
+        };
+        Ok(self.find_policy_in(scopes)?.applied)
+    }
+
     pub(crate) fn find_policy(&self, image: &ImageName) -> Result<FoundPolicy> {
-        let scopes = Scope::all_of(image);
+        self.find_policy_in(Scope::all_of(image))
+    }
+
+    /// Looks for a policy in these scopes, the smallest first.
+    fn find_policy_in(&self, scopes: Vec<Scope>) -> Result<FoundPolicy> {
         let queries: Vec<Query> = scopes.iter().map(policy_key).map(Query::Key).collect();
         let view = self.read(&queries)?;
         let mut found = FoundPolicy { applied: None, versions: Vec::new() };

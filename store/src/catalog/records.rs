@@ -25,7 +25,8 @@ use crate::documents::{Change, Query};
 use crate::encoding::{Redundancy, StoragePolicy};
 use crate::error::{Error, Result};
 use crate::id::{BlobId, ImageId, MirrorId};
-use crate::name::ImageName;
+use crate::name::{ImageName, Scope};
+use crate::retention::RetentionPolicy;
 use crate::snapshot::SnapshotState;
 use crate::tree::Root;
 
@@ -314,6 +315,8 @@ pub struct Rebuilt {
     pub removed: u64,
     /// The names of images that were left alone, because another image has the name.
     pub left: Vec<String>,
+    /// Whether the catalog had no policy, so that it keeps all snapshots now until somebody sets one.
+    pub keeps_all: bool,
 }
 
 /// What a catalog had before a rebuild read the records.
@@ -374,6 +377,14 @@ impl Catalog {
         images.sort_by_key(|image| std::cmp::Reverse(image.last.image.created));
         let mut names = inventory.images.clone();
         let mut rebuilt = Rebuilt::default();
+        let is_new = |image: &RecordedImage| {
+            !inventory.images.contains_key(&image.last.image_name.to_string())
+        };
+        if images.iter().any(is_new) && self.policies()?.is_empty() {
+            // Policies have no records. Without one, guests could remove what the host's policy has kept.
+            self.set_policy(&Scope::All, &RetentionPolicy::default())?;
+            rebuilt.keeps_all = true;
+        }
         for image in &images {
             let (name, id) = (image.last.image_name.to_string(), image.last.image.id);
             if *names.entry(name.clone()).or_insert(id) != id {

@@ -5,7 +5,7 @@
 //! 2. [`DirectoryBlobs::remove`] removes rows of the index whose stamp is below a bound. One
 //!    transaction does that and notes the space, so that it excludes every put and every question.
 //! 3. [`DirectoryBlobs::reclaim`] gives the noted space back to the file system: it punches holes,
-//!    and removes segments without blobs.
+//!    removes segments without blobs, and frees what killed processes have written behind the ends.
 //!
 //! A process that dies between two steps leaves space that the next collection gives back.
 
@@ -79,9 +79,27 @@ impl DirectoryBlobs {
             self.index.forget_freed(&done)?;
         }
         self.remove_empty_segments()?;
+        self.trim_segments()?;
         // A full file system may have taken it.
         self.reserve.keep();
         Ok(left)
+    }
+
+    /// Frees what lies behind the ends of segments that no process appends to: what killed processes have
+    /// written before the index knew it, and space that was allocated ahead.
+    fn trim_segments(&self) -> Result<()> {
+        for number in segments_in(&self.directory)? {
+            let path = path_of(&self.directory, number);
+            let metadata = match std::fs::metadata(&path) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                found => found.map_err(|error| Error::io("examining", &path, error))?,
+            };
+            if self.index.segment_end(number)?.is_some_and(|end| end < metadata.len()) {
+                // Dropping the segment truncates its file.
+                drop(self.lock_segment(number)?);
+            }
+        }
+        Ok(())
     }
 
     fn punch(&self, space: FreedSpace) -> io::Result<()> {

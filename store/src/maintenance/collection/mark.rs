@@ -40,7 +40,7 @@ pub(super) fn mark(
     progress: &dyn Fn(CollectionProgress),
 ) -> Result<Marked> {
     let (mut sorter, mut seen, mut unreadable) = (names(), HashSet::new(), HashSet::new());
-    let count = Cell::new(0u64);
+    let (count, mut damaged) = (Cell::new(0u64), None);
     for root in &roots.roots {
         let mut visit = |referred| {
             let name = match referred {
@@ -56,10 +56,17 @@ pub(super) fn mark(
         let mut failed = |id: NodeId, error: Error| {
             tracing::error!(%error, "cannot read a tree node");
             unreadable.insert(id);
+            if matches!(error, Error::Database { .. }) {
+                // It says nothing about the node.
+                damaged = Some(error);
+            }
         };
         repository.trees().walk(&root.root, root.geometry, &mut seen, &mut visit, &mut failed);
     }
     drop(seen);
+    if let Some(error) = damaged.take() {
+        return Err(error);
+    }
     if !unreadable.is_empty() && !is_planted(Defect::SkipUnreadable) {
         check_given_up(repository, roots, &unreadable, give_up)?;
     }
@@ -86,7 +93,10 @@ fn check_given_up(
             names.insert(name.to_string());
         }
     }
-    match names.is_empty() {
+    let is_complete = names.is_empty();
+    // So that the advice is the whole command.
+    names.extend(give_up.iter().map(ToString::to_string));
+    match is_complete {
         true => Ok(()),
         false => Err(Error::CannotMark {
             nodes: unreadable.len() as u64,

@@ -153,8 +153,12 @@ impl Collection<'_> {
         let catalog = self.repository.catalog();
         let name = |name: &SnapshotRef| match catalog.resolve(name) {
             // A mirror may continue a snapshot that was removed.
-            Err(Error::NoSnapshot { .. }) if matches!(name.selector, Selector::Number(_)) => {
-                Ok(name.clone())
+            Err(error @ Error::NoSnapshot { .. }) => {
+                let mirrors = catalog.mirrors()?;
+                let is_parent = mirrors.iter().any(|mirror| {
+                    mirror.image == name.image && name.selector == Selector::Number(mirror.parent)
+                });
+                if is_parent { Ok(name.clone()) } else { Err(error) }
             }
             found => found.map(|snapshot| snapshot.name()),
         };
@@ -202,7 +206,14 @@ impl Collection<'_> {
             None => CollectionNumber::FIRST,
         };
         match self.options.dry_run {
-            true => Ok(catalog.collection_number()?.max(highest).next()),
+            true => {
+                let known = catalog.collection_number()?;
+                if known < highest && !self.options.accept_older_catalog {
+                    let (catalog, blobs) = (known.0, highest.0);
+                    return Err(Error::OlderCatalog { catalog, blobs });
+                }
+                Ok(known.max(highest).next())
+            }
             false => {
                 let number =
                     catalog.begin_collection(highest, self.options.accept_older_catalog)?;

@@ -114,6 +114,9 @@ impl<'a> Verifier<'a> {
         for id in nodes.iter().filter(|id| is_directory && !unread.contains(*id)) {
             sorter.push(entry(&ChunkId::from_bytes(*id.as_bytes()), 0));
         }
+        if let Some(error) = found.take_database_error() {
+            return Err(error);
+        }
         found.report.blobs = nodes.len() as u64;
         let chunks = sorter.finish()?;
         let _readers = readers;

@@ -51,6 +51,8 @@ impl UnreadableBlob {
         let is_bad_block = |source: &io::Error| source.raw_os_error() == Some(libc::EIO);
         match &self.error {
             Error::Io { source, .. } => is_bad_block(source),
+            // It is not known where the blob is.
+            Error::Database { .. } => false,
             error => error.kind() == ErrorKind::Corrupt,
         }
     }
@@ -152,6 +154,13 @@ pub(super) struct Findings {
 impl Findings {
     pub(super) fn new(basis: VerificationBasis) -> Findings {
         Findings { basis, ..Findings::default() }
+    }
+
+    /// The error of a database that is damaged, if one was found. It says nothing about the blobs.
+    pub(super) fn take_database_error(&mut self) -> Option<Error> {
+        let is_database = |one: &UnreadableBlob| matches!(one.error, Error::Database { .. });
+        let at = self.report.errors.iter().position(is_database)?;
+        Some(self.report.errors.swap_remove(at).error)
     }
 
     pub(super) fn add(&mut self, blob: BlobId, used_as: BlobUse, error: Error) {

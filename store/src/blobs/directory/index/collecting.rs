@@ -156,6 +156,13 @@ impl Index {
         Ok(rows.collect::<rusqlite::Result<_>>()?)
     }
 
+    /// The end of a segment's content; `None` if the index does not have the segment.
+    pub(in super::super) fn segment_end(&self, number: u64) -> Result<Option<u64>> {
+        let reader = lock(&self.reader);
+        let mut query = reader.prepare_cached("SELECT length FROM segments WHERE number = ?")?;
+        Ok(query.query_row([number], |row| row.get(0)).optional()?)
+    }
+
     /// Whether the index has a segment.
     pub(in super::super) fn has_segment(&self, number: u64) -> Result<bool> {
         let reader = lock(&self.reader);
