@@ -176,11 +176,11 @@ fn snapshots(
         if after.is_some_and(|(after, _)| name < *after) || page.is_full() {
             continue;
         }
+        let first = after.filter(|(after, _)| name == **after).map_or(0, |(_, number)| number);
         let listed = catalog.verified(&name).and_then(|times| {
-            catalog.each_snapshot_while(&name, |one: Snapshot| {
-                let is_after = after.is_none_or(|after| (&one.image, one.number) > after);
+            catalog.each_snapshot_after(&name, first, |one: Snapshot| {
                 let verified = times.of(one.number).filter(|_| one.state.has_content());
-                Ok(!(is_after && filter.matches(&one)) || page.add((one, verified)))
+                Ok(!filter.matches(&one) || page.add((one, verified)))
             })
         });
         match listed {

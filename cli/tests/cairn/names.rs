@@ -132,6 +132,7 @@ fn snapshots_are_listed_by_folder_label_age_state_metadata_and_pin() {
         (&["ls", "--sort", "stored"], 2),
         (&["ls", "--limit", "0"], 2),
         (&["ls", "--after", "vm@1"], 2),
+        (&["ls", "vm", "--after", "3"], 2),
         (&["ls", "vm", "--after", "vm@1", "--sort", "time"], 2),
     ] {
         assert_eq!(place.run(args).code, code, "{args:?}");

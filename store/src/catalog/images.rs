@@ -1,6 +1,7 @@
 //! Creating and listing images and snapshots.
 
 use std::collections::HashMap;
+use std::ops::Range;
 
 use super::Catalog;
 use super::collection::{CommitBasis, commit_key, protects};
@@ -25,7 +26,10 @@ use crate::sys;
 use crate::tree::Root;
 
 /// The most snapshots of an image that are listed with one read.
-const FEW_SNAPSHOTS: u64 = 1000;
+const FEW_SNAPSHOTS: u64 = if cfg!(test) { 3 } else { 1000 };
+
+/// The most snapshots that are read at a time while others are printed.
+const SNAPSHOTS_IN_PAGE: u64 = if cfg!(test) { 7 } else { 1000 };
 
 /// The number of an image's first snapshot.
 const FIRST: u64 = 1;
@@ -292,13 +296,58 @@ impl Catalog {
         until_enough(each, |each| self.each_image(each))
     }
 
-    /// As [`Catalog::each_snapshot`], until `each` returns `false`.
-    pub fn each_snapshot_while(
+    /// Passes the snapshots of an image with numbers above `after` to `each`, oldest first, in any state,
+    /// until it returns `false`. They are read in pages, so `each` may take its time, and what is published
+    /// or removed meanwhile may be among them or not.
+    pub fn each_snapshot_after(
         &self,
         name: &ImageName,
-        each: impl FnMut(Snapshot) -> Result<bool>,
+        after: u64,
+        mut each: impl FnMut(Snapshot) -> Result<bool>,
     ) -> Result<()> {
-        until_enough(each, |each| self.each_snapshot(name, each))
+        let document = image(&self.read(&[Query::Key(image_key(name))])?, name)?;
+        let mut next = after.saturating_add(1);
+        if document.index.snapshots <= FEW_SNAPSHOTS {
+            // Their numbers may be far apart.
+            for one in self.snapshots(name)?.into_iter().filter(|one| one.number >= next) {
+                if !each(one)? {
+                    break;
+                }
+            }
+            return Ok(());
+        }
+        while next < document.next_number {
+            let end = next.saturating_add(SNAPSHOTS_IN_PAGE).min(document.next_number);
+            for one in self.snapshots_between(name, &document, next..end)? {
+                if !each(one)? {
+                    return Ok(());
+                }
+            }
+            next = end;
+        }
+        Ok(())
+    }
+
+    /// The snapshots with these numbers, oldest first.
+    fn snapshots_between(
+        &self,
+        name: &ImageName,
+        document: &ImageDocument,
+        numbers: Range<u64>,
+    ) -> Result<Vec<Snapshot>> {
+        let prefix = snapshots_of(&document.id);
+        let (mut end, mut found) = (numbers.end, Vec::new());
+        while numbers.start < end {
+            let limit = (end - numbers.start) as usize;
+            let view = self.documents.last(&prefix, &snapshot_key(&document.id, end), limit)?;
+            let page = snapshots(&view, &document.id)?;
+            end = page.first().map_or(numbers.start, |(number, _)| *number);
+            let inside = page.into_iter().rev().filter(|(number, _)| numbers.contains(number));
+            found.extend(inside);
+        }
+        let snapshot =
+            |(number, one): (u64, SnapshotDocument)| one.snapshot(name, document, number);
+        found.into_iter().rev().map(snapshot).collect()
     }
 
     /// The last `limit` snapshots of an image, oldest first, in any state, and the number of all its

@@ -362,3 +362,52 @@ fn an_interrupted_removal_by_label_is_completed_by_the_same_name() {
     test.catalog.finish_removal(&again).unwrap();
     test.catalog.begin(&holder, &labelled(number + 1)).unwrap();
 }
+
+/// A list that somebody reads slowly, with gaps, and with removals while it is read.
+#[test]
+fn snapshots_are_listed_in_pages_from_any_number_on() {
+    let test = TestCatalog::new();
+    test.create(SnapshotState::Stable);
+    let (holder, mut number) = test.writer();
+    let mut rng = seeded_rng::Rng::new(1);
+    for _ in 0..40 {
+        let stable = published(SnapshotState::Stable);
+        test.catalog.publish(&holder, number, &stable).unwrap().unwrap();
+        let skipped = rng.below(12) + 1;
+        number = test.catalog.reserve(&holder, skipped, 0).unwrap().0.end - 1;
+        test.catalog.begin(&holder, &new(number)).unwrap();
+    }
+    let numbers = || -> Vec<u64> {
+        test.catalog.snapshots(&test.image).unwrap().iter().map(|one| one.number).collect()
+    };
+    let listed = |after: u64, most: usize| {
+        let mut found = Vec::new();
+        let each = |one: crate::snapshot::Snapshot| {
+            found.push(one.number);
+            Ok(found.len() < most)
+        };
+        test.catalog.each_snapshot_after(&test.image, after, each).unwrap();
+        found
+    };
+    for number in [5, 6, 7, 8].map(|at| numbers()[at]) {
+        test.remove(number);
+    }
+    let all = numbers();
+    for after in (0..all.last().unwrap() + 3).chain([u64::MAX]) {
+        let expected: Vec<_> = all.iter().copied().filter(|number| *number > after).collect();
+        assert_eq!(listed(after, usize::MAX), expected, "after {after}");
+        let most = 1 + rng.below(9) as usize;
+        assert_eq!(listed(after, most), expected[..most.min(expected.len())], "after {after}");
+    }
+    // Removing what comes next is seen.
+    let mut found = Vec::new();
+    let each = |one: crate::snapshot::Snapshot| {
+        found.push(one.number);
+        if one.number == all[2] {
+            test.remove(all[30]);
+        }
+        Ok(true)
+    };
+    test.catalog.each_snapshot_after(&test.image, 0, each).unwrap();
+    assert_eq!(found, numbers());
+}
