@@ -78,6 +78,8 @@ impl<T> Doing<T> for cairn_store::Result<T> {
     fn doing(self, what: impl FnOnce() -> String) -> Outcome<T> {
         self.map_err(|error| {
             let exit = match error.kind() {
+                // Trying again does not help.
+                _ if error.is_not_writable() => Exit::Failure,
                 ErrorKind::Invalid => Exit::Usage,
                 ErrorKind::NotFound => Exit::NotFound,
                 ErrorKind::Conflict => Exit::Conflict,

@@ -678,8 +678,8 @@ fn database_advice(error: &rusqlite::Error) -> &'static str {
              catalog.db is damaged, restore it from a backup"
         }
         Some(ErrorCode::ReadOnly | ErrorCode::CannotOpen | ErrorCode::PermissionDenied) => {
-            "; the directory of a repository must be writable for this user, also for reading: a copy \
-             of it on a writable file system can be read, too"
+            "; a repository needs a directory that this user may write to, with some free space, also for \
+             reading: copy it to such a place"
         }
         _ => "",
     }
@@ -705,6 +705,18 @@ fn peers_missing(answered: &[String], silent: &[String], recorded: u64) -> Strin
 }
 
 impl Error {
+    /// Whether this user may not write to a database.
+    pub fn is_not_writable(&self) -> bool {
+        use rusqlite::ErrorCode;
+        match self {
+            Error::Database { source } => {
+                let code = source.sqlite_error_code();
+                matches!(code, Some(ErrorCode::ReadOnly | ErrorCode::PermissionDenied))
+            }
+            _ => false,
+        }
+    }
+
     /// What the caller can do about the error.
     pub fn kind(&self) -> ErrorKind {
         match self {

@@ -149,3 +149,28 @@ fn an_empty_variable_counts_as_unset() {
     let (code, text) = run(&["--store", "dir:here", "--insecure", "create", "vm1", "1M"]);
     assert_eq!(code, Some(0), "{text}");
 }
+
+/// As another user, with permission to read only.
+#[test]
+fn a_repository_that_may_not_be_written_is_named_and_exits_with_1() {
+    let place = Place::new();
+    place.disk("in.raw");
+    place.ok(&["import", "in.raw", "vm1"]);
+    let all = |mode: &str, path: &str| {
+        let mut chmod = std::process::Command::new("chmod");
+        let status = chmod.args(["-R", mode]).arg(place.path(path)).status().unwrap();
+        assert!(status.success());
+    };
+    all("a+rX,a-w", ".");
+    let url = format!("dir:{}", place.path("repository").display());
+    let mut nobody = std::process::Command::new("setpriv");
+    nobody.args(["--reuid=65534", "--regid=65534", "--clear-groups", "--"]);
+    nobody.args([env!("CARGO_BIN_EXE_cairn"), "--store", &url, "ls"]);
+    let run: crate::support::Run = nobody.output().unwrap().into();
+    all("u+w", ".");
+    if run.stderr.contains("setpriv") {
+        eprintln!("skipped: only root may become another user");
+        return;
+    }
+    assert!(run.code == 1 && run.stderr.contains("may write to"), "{} {}", run.code, run.stderr);
+}
