@@ -121,7 +121,8 @@ impl Catalog {
                     let (mut change, known) = (change, image.size);
                     // If the catalog was restored from a copy, it is older than the mirror.
                     let image = ImageDocument { size: known.max(size), ..image };
-                    if known < size || view.version(&mirror_key) == 0 {
+                    let known_mirror = view.get::<MirrorDocument>(&mirror_key)?;
+                    if known < size || known_mirror.is_none_or(|mut one| one.move_to(parent)) {
                         // A prune of the mirror's parent relies on the image's document.
                         change = change.put(holder.image_key(), &image);
                     }
@@ -423,9 +424,7 @@ fn renewed_mirror(
         Some(mut mirror) => {
             let is_moved = mirror.move_to(parent);
             let is_due = mirror.note_use(now()) || is_moved;
-            let change = if is_due { put_mirror(change, id, &mirror) } else { change };
-            // A prune relies on the image's document instead of all mirrors.
-            Ok(if is_moved { change.put(holder.image_key(), image) } else { change })
+            Ok(if is_due { put_mirror(change, id, &mirror) } else { change })
         }
         None => {
             let mirror = holder.mirror_again(view, image, parent)?;
