@@ -57,7 +57,10 @@ fn images(
         SortBy::Name => |one, other| one.name.cmp(&other.name),
         SortBy::Time => |one, other| (one.created, &one.name).cmp(&(other.created, &other.name)),
         SortBy::Changed | SortBy::Stored => {
-            return Err(usage("images have no such size; add --snapshots to list snapshots"));
+            return Err(usage(
+                "this lists images, and only snapshots have such a size; add --snapshots to list \
+                 snapshots",
+            ));
         }
     };
     let after = match &args.after {

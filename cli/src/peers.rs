@@ -88,7 +88,7 @@ fn summary(repair: Option<&LastRepair>) -> String {
     let Some(repair) = repair else { return "no repair has finished yet".into() };
     let blobs = count(repair.blobs, "blob");
     let found = match repair.survives {
-        None => "there are no blobs".into(),
+        None => "no snapshot had blobs".into(),
         Some(_) if repair.unreadable > 0 => {
             format!("{} of {blobs} cannot be read", repair.unreadable)
         }
@@ -400,7 +400,7 @@ mod tests {
             summary(Some(&LastRepair { time: 0, blobs, under, unreadable, survives }))
         };
         let time = "as of the repair of 1970-01-01 00:00:00Z";
-        assert_eq!(repair(0, 0, 0, None), format!("there are no blobs, {time}"));
+        assert_eq!(repair(0, 0, 0, None), format!("no snapshot had blobs, {time}"));
         assert_eq!(
             repair(9, 1, 0, Some(1)),
             format!(

@@ -351,9 +351,13 @@ pub(crate) enum Command {
         action: Option<Mirrors>,
     },
     /// Take a checkpoint of a running disk and print its name
-    #[command(after_help = "Examples:\n  cairn checkpoint --control /run/vm1.ctl\n  \
+    #[command(
+        after_help = "The name is printed when the checkpoint is accepted. Other commands find the snapshot a \
+                            moment later, or at once with --wait stable.\n\n\
+                            Examples:\n  cairn checkpoint --control /run/vm1.ctl\n  \
                             cairn checkpoint --control /run/vm1.ctl --label before-upgrade \
-                            --wait stable")]
+                            --wait stable"
+    )]
     Checkpoint {
         #[command(flatten)]
         control: Control,

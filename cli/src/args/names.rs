@@ -11,7 +11,7 @@ pub(crate) struct Ls {
     /// List this image's snapshots, or with a slash at the end, the images in this folder
     #[arg(value_name = "IMAGE|FOLDER/")]
     pub(crate) scope: Option<Scope>,
-    /// List the snapshots of all these images. Each filter below does so, too
+    /// List the snapshots of all these images. Each of the filters lists snapshots, too
     #[arg(long)]
     pub(crate) snapshots: bool,
     /// Only with a label like this; `*` stands for any characters, `?` for one
@@ -23,16 +23,16 @@ pub(crate) struct Ls {
     /// Only younger than this: a number with a suffix s, m, h, d or w
     #[arg(long, value_name = "AGE", value_parser = parse_age)]
     pub(crate) newer_than: Option<u64>,
-    /// Only of this age or older
+    /// Only snapshots that are at least this old
     #[arg(long, value_name = "AGE", value_parser = parse_age)]
     pub(crate) older_than: Option<u64>,
     /// Only with this key in the metadata, or with this value of it; repeatable
     #[arg(long, value_name = "KEY[=VALUE]")]
     pub(crate) meta: Vec<String>,
-    /// Only pinned ones
+    /// Only pinned snapshots
     #[arg(long)]
     pub(crate) pinned: bool,
-    /// Only those that their guests have marked as obsolete
+    /// Only snapshots that their guests have marked as obsolete
     #[arg(long)]
     pub(crate) obsolete: bool,
     /// The order

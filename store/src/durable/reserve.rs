@@ -90,7 +90,10 @@ impl Reserve {
     /// Fails if blobs of so many bytes must not be stored, because too little space would be left.
     pub(crate) fn check(&self, bytes: u64) -> Result<()> {
         match self.free()? < self.wanted.saturating_add(bytes) {
-            true => Err(Error::Full { doing: "storing data beside", path: self.path.clone() }),
+            true => {
+                let path = self.path.parent().unwrap_or(&self.path).to_owned();
+                Err(Error::Full { doing: "for data in", path })
+            }
             false => Ok(()),
         }
     }

@@ -71,7 +71,7 @@ impl Trees {
         let [a, b] = [old_geometry.chunk_size(), new_geometry.chunk_size()];
         if a != b {
             return Err(Error::BadArgument(format!(
-                "their chunks have {a} and {b} bytes, and only disks with chunks of the same size can \
+                "the chunks of the two disks have {a} and {b} bytes, and only disks with chunks of the same size can \
                  be compared"
             )));
         }

@@ -90,7 +90,7 @@ impl<'a> Access<'a> {
             None if self.insecure => Ok(Security::INSECURE),
             None => Err(Error::BadKeys(
                 "no keys are named; use --keys DIR (`cairn keys init` creates keys), or --insecure \
-                 for plain TCP, which anybody in the network can read and change"
+                 for plain TCP, which anybody on the network can read and change"
                     .into(),
             )),
         }
