@@ -621,13 +621,15 @@ pub enum Error {
     #[error(
         "{nodes} tree nodes cannot be read, so nothing is deleted. Affected: {}. Repair them \
          (`cairn verify` says what is missing), or give the data up that only they refer to: \
-         `cairn gc --give-up {}`", names.join(", "), names.join(" --give-up ")
+         `cairn gc --give-up {}`", names.join(", "), [&given_up[..], names].concat().join(" --give-up ")
     )]
     CannotMark {
         /// The number of tree nodes.
         nodes: u64,
-        /// The snapshots that need them.
+        /// The snapshots that need them and are not given up.
         names: Vec<String>,
+        /// The snapshots that are given up.
+        given_up: Vec<String>,
     },
     /// The peers have records of snapshots that the catalog does not have.
     #[error(

@@ -93,14 +93,13 @@ fn check_given_up(
             names.insert(name.to_string());
         }
     }
-    let is_complete = names.is_empty();
-    // So that the advice is the whole command.
-    names.extend(give_up.iter().map(ToString::to_string));
-    match is_complete {
+    match names.is_empty() {
         true => Ok(()),
         false => Err(Error::CannotMark {
             nodes: unreadable.len() as u64,
             names: names.into_iter().take(MAX_NAMED).collect(),
+            // So that the advice is the whole command.
+            given_up: give_up.iter().map(ToString::to_string).collect(),
         }),
     }
 }
