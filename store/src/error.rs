@@ -605,6 +605,12 @@ pub enum Error {
          has ended"
     )]
     RepairRuns,
+    /// The cluster has changed during a collection.
+    #[error(
+        "the catalog was rebuilt, or a peer was lost, while the collection ran, so nothing was deleted; \
+         run it again"
+    )]
+    ClusterChanged,
     /// The catalog is older than the blobs.
     #[error(
         "the catalog has seen {catalog} collections and the blobs have seen {blobs}: the catalog was \
@@ -762,6 +768,7 @@ impl Error {
             | Error::Pinned { .. }
             | Error::HasPinned { .. }
             | Error::RepairRuns
+            | Error::ClusterChanged
             | Error::OlderCatalog { .. }
             | Error::Unlisted { .. }
             | Error::Revived { .. }

@@ -13,7 +13,7 @@
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use cairn_store::{Geometry, Repository, Snapshot};
@@ -66,10 +66,11 @@ pub(crate) fn export(
         doing,
     );
     copied.map_err(|failure| part.keep(failure))?;
+    disk.file().sync_all().doing(doing)?;
     if let Some(replaced) = &replaced {
         take_owner_and_mode(disk.file(), replaced).doing(doing)?;
+        disk.file().sync_all().doing(doing)?;
     }
-    disk.file().sync_all().doing(doing)?;
     part.place(target, options.force).doing(doing)
 }
 
@@ -86,11 +87,11 @@ fn lock_target(file: &File, path: &Path, doing: &impl Fn() -> String) -> Outcome
     }
 }
 
-/// Gives a new file the owner and the mode of the file that it replaces, as far as this user may.
+/// Gives a new file the owner and the permissions of the file that it replaces, as far as this user may.
 fn take_owner_and_mode(new: &File, old: &File) -> io::Result<()> {
     let old = old.metadata()?;
     let _ = std::os::unix::fs::fchown(new, Some(old.uid()), Some(old.gid()));
-    new.set_permissions(old.permissions())
+    new.set_permissions(fs::Permissions::from_mode(old.mode() & 0o777))
 }
 
 fn offset_of(geometry: Geometry, chunk: u64) -> u64 {

@@ -99,8 +99,22 @@ fn request_all(
 }
 
 /// Marks all but the last `keep_last` snapshots that were taken from inside the guest as obsolete.
-/// Returns their names.
+/// Returns their names. The host may have ended a connection that has waited for other disks.
 fn mark_older(
+    connection: &mut Connection,
+    keep_last: u64,
+    limit: Duration,
+) -> Result<Vec<String>, Error> {
+    match ask_to_mark_older(connection, keep_last, limit) {
+        Err(Error::Closed(_) | Error::Transport { .. }) => {
+            *connection = Connection::open(connection.endpoint().clone())?;
+            ask_to_mark_older(connection, keep_last, limit)
+        }
+        marked => marked,
+    }
+}
+
+fn ask_to_mark_older(
     connection: &mut Connection,
     keep_last: u64,
     limit: Duration,

@@ -218,10 +218,25 @@ impl Catalog {
     /// Begins a commit without a mirror, or begins it again: creates its document. The document
     /// expires unless it is [renewed](Self::renew_leased).
     pub(crate) fn begin_commit(&self, id: &LeaseId, what: &str) -> Result<CommitBasis> {
+        self.hold_since(id, what, None)
+    }
+
+    /// Begins something during which collections delete nothing at all. It ends as a commit does.
+    pub(crate) fn hold_everything(&self, id: &LeaseId, what: &str) -> Result<CommitBasis> {
+        self.hold_since(id, what, Some(CollectionNumber::FIRST))
+    }
+
+    /// Creates a commit document with a number, or with the current one.
+    fn hold_since(
+        &self,
+        id: &LeaseId,
+        what: &str,
+        since: Option<CollectionNumber>,
+    ) -> Result<CommitBasis> {
         let holder = HolderDocument::new(what)?;
         self.change(&CommitBasis::queries(), |view| {
             let basis = CommitBasis::of(view)?;
-            let (collection, holder) = (basis.collection, holder.clone());
+            let (collection, holder) = (since.unwrap_or(basis.collection), holder.clone());
             let document = CommitDocument { collection, holder };
             let change = match is_planted(Defect::NoCommitDocument) {
                 true => Change::default(),

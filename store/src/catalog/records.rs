@@ -380,10 +380,16 @@ impl Catalog {
         let is_new = |image: &RecordedImage| {
             !inventory.images.contains_key(&image.last.image_name.to_string())
         };
-        if images.iter().any(is_new) && self.policies()?.is_empty() {
-            // Policies have no records. Without one, guests could remove what the host's policy has kept.
-            self.set_policy(&Scope::All, &RetentionPolicy::default())?;
-            rebuilt.keeps_all = true;
+        if images.iter().any(is_new) {
+            let policies = self.policies()?;
+            if policies.is_empty() {
+                // Policies have no records. Without one, guests could remove what the host's policy has
+                // kept.
+                self.set_policy(&Scope::All, &RetentionPolicy::default())?;
+            }
+            // A rebuild that was killed may have set it.
+            rebuilt.keeps_all =
+                policies.iter().all(|one| one.scope == Scope::All && one.policy.keeps_all());
         }
         for image in &images {
             let (name, id) = (image.last.image_name.to_string(), image.last.image.id);

@@ -98,6 +98,11 @@ impl Reserve {
         }
     }
 
+    /// The space in reserve, in bytes.
+    pub(crate) fn wanted(&self) -> u64 {
+        self.wanted
+    }
+
     /// The space that may be filled with blobs.
     pub(crate) fn free_for_blobs(&self) -> Result<u64> {
         Ok(self.free()?.saturating_sub(self.wanted))

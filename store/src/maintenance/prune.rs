@@ -7,6 +7,7 @@
 //! next prune. So two prunes, or a prune beside `cairn rm`, leave a stable snapshot, whatever their
 //! order is.
 
+use std::cell::Cell;
 use std::collections::HashMap;
 
 use crate::catalog::{PruneCheck, Refused};
@@ -84,18 +85,20 @@ pub fn prune(
         readers.entry(read.image).or_default().insert(read.number, read.reader);
     }
     let is_one = matches!(scope, Scope::Image(_));
-    let mut failure = None;
+    let (mut failure, is_stopped) = (None, Cell::new(false));
+    let each = &mut |one: PrunedSnapshot| each(one).inspect_err(|_| is_stopped.set(true));
     for image in images {
         let parents = parents.remove(&image.name).unwrap_or_default();
         match (ImagePrune { repository, options, parents, readers: &readers }).run(&image, each) {
             // It was removed meanwhile.
             Err(Error::NoImage { .. } | Error::BeingRemoved { .. }) if !is_one => {}
+            Err(error) if is_one || is_stopped.get() => return Err(error),
             // The records of another image may be on other peers.
-            Err(error) if !is_one => {
+            Err(error) => {
                 tracing::warn!(image = %image.name, %error, "an image was not pruned to its end");
                 failure.get_or_insert(error);
             }
-            result => result?,
+            Ok(()) => {}
         }
         if !(options.should_continue)() {
             break;

@@ -1,10 +1,10 @@
 //! The catalog, rebuilt from the records on the peers.
 
-use crate::catalog::{Rebuilt, Records};
+use crate::catalog::{Catalog, Rebuilt, Records, commit_key};
 use crate::cluster::client::records::FoundRecords;
 use crate::collection::CollectionNumber;
 use crate::error::{Error, Result};
-use crate::id::PeerId;
+use crate::id::{LeaseId, PeerId};
 use crate::repository::Repository;
 
 /// How often the records are read while collections begin meanwhile.
@@ -23,6 +23,10 @@ pub fn rebuild_catalog(repository: &Repository, force: bool) -> Result<Rebuilt> 
     if !force && cluster.members().is_empty() {
         return Err(Error::NoPeerYet);
     }
+    // Mirrors are restored after their images. A collection in between would take what only they need.
+    let hold =
+        |catalog: &Catalog, id: &LeaseId| catalog.hold_everything(id, "a rebuild of the catalog");
+    let (_held, _) = repository.leases().hold(commit_key, hold)?;
     // Before the records are read: see `Inventory`.
     let inventory = repository.catalog().inventory()?;
     let number = || repository.catalog().collection_number();

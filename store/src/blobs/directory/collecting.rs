@@ -96,7 +96,10 @@ impl DirectoryBlobs {
             };
             if self.index.segment_end(number)?.is_some_and(|end| end < metadata.len()) {
                 // Dropping the segment truncates its file.
-                drop(self.lock_segment(number)?);
+                let trimmed = self.lock_segment(number).map(drop);
+                if let Err(error) = trimmed {
+                    tracing::warn!(number, %error, "cannot free the end of a segment");
+                }
             }
         }
         Ok(())

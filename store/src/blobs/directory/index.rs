@@ -44,9 +44,6 @@ CREATE TABLE blobs (
     record  INTEGER NOT NULL
 ) STRICT, WITHOUT ROWID;
 
--- Blobs whose stamp was lost: see `CollectionNumber::MAX`.
-CREATE INDEX lost_stamps ON blobs (id) WHERE stamp = 9223372036854775807;
-
 CREATE TABLE groups (
     segment INTEGER NOT NULL,
     record  INTEGER NOT NULL,

@@ -231,18 +231,15 @@ fn a_peer_that_is_down_during_the_mark_is_swept_when_it_is_back() {
     let Place::Peers(peers) = &mut place else { unreachable!() };
     let at = (0..4).find(|at| peers.site.fragments_of(*at) > 4).unwrap();
     let before = peers.site.fragments_of(at);
+    peers.take_away(at);
     let peers = std::cell::RefCell::new(peers);
-    let (is_away, is_back) = (std::cell::Cell::new(false), std::cell::Cell::new(false));
-    let report = collect(&collector, &CollectionOptions::default(), &|progress| match progress {
-        CollectionProgress::Marking { .. } if !is_away.replace(true) => {
-            peers.borrow_mut().site.stop(at);
+    let is_back = Cell::new(false);
+    let report = collect(&collector, &CollectionOptions::default(), &|progress| {
+        // While it marks. The sweep has not begun.
+        if matches!(progress, CollectionProgress::Marking { .. }) && !is_back.replace(true) {
+            peers.borrow_mut().bring_back(at);
         }
-        CollectionProgress::Sweeping { .. } if !is_back.replace(true) => {
-            peers.borrow_mut().site.restart(at);
-        }
-        _ => {}
     });
-    assert!(is_away.get());
     assert!(is_back.get());
     assert!(report.unwrap().silent.is_empty());
     assert!(peers.borrow().site.fragments_of(at) < before);
@@ -334,13 +331,19 @@ fn a_rebuild_after_the_roots_were_read_loses_nothing() {
             peers.rebuild_missing();
         }
     };
-    let refused = collect(&place.open(), &CollectionOptions::default(), &|progress| {
-        if matches!(progress, CollectionProgress::Marking { .. }) {
-            rebuild();
-        }
-    });
+    let collect_beside = || {
+        collect(&place.open(), &CollectionOptions::default(), &|progress| {
+            if matches!(progress, CollectionProgress::Marking { .. }) {
+                rebuild();
+            }
+        })
+    };
+    let refused = collect_beside();
     assert!(matches!(refused, Err(Error::Unlisted { .. })), "{refused:?}");
     rebuild();
+    is_done.set(false);
+    let refused = collect_beside();
+    assert!(matches!(refused, Err(Error::ClusterChanged)), "{refused:?}");
     assert_eq!(collect_now(&place).freed.objects, 0);
     let later = resolve(&place.open(), "later").unwrap();
     assert_eq!(read(&place.open(), &later).unwrap(), all);
@@ -535,4 +538,111 @@ fn a_prune_goes_on_if_the_records_of_one_image_cannot_be_stored() {
     assert!(!failed.1 && failed.2.starts_with("the removal failed: "), "{failed:?}");
     let removed: Vec<_> = lines.iter().filter(|(_, is_removed, _)| *is_removed).collect();
     assert_eq!(removed.iter().map(|(name, ..)| &**name).collect::<Vec<_>>(), ["b@1"]);
+}
+
+/// The catalog is an older copy, and the peers that know that are down when the collection begins.
+#[test]
+fn records_on_peers_that_come_back_during_the_mark_stop_the_collection() {
+    for away in 0..4 {
+        let mut place = Place::peers();
+        let all = disk((0..20).map(|at| (at, at + 40)));
+        import(&place.open(), "a", &disk((0..20).map(|at| (at, at + 1))));
+        let copy = place.copy_catalog();
+        import(&place.open(), "later", &all);
+        place.restore_catalog(&copy);
+        // The nodes of the first image are in the cache of the collector.
+        let collector = place.open();
+        read(&collector, &resolve(&collector, "a").unwrap()).unwrap();
+        let Place::Peers(peers) = &mut place else { unreachable!() };
+        let others: Vec<_> = (0..4).filter(|at| *at != away).collect();
+        peers.take_all_away(&others);
+        let peers = std::cell::RefCell::new(peers);
+        let is_back = Cell::new(false);
+        let collected = collect(&collector, &CollectionOptions::default(), &|progress| {
+            if matches!(progress, CollectionProgress::Marking { .. }) && !is_back.replace(true) {
+                peers.borrow_mut().bring_all_back(&others);
+            }
+        });
+        assert!(collected.is_err(), "{collected:?}");
+        if !is_back.get() {
+            peers.borrow_mut().bring_all_back(&others);
+        }
+        peers.borrow().rebuild_missing();
+        let later = resolve(&place.open(), "later").unwrap();
+        assert_eq!(read(&place.open(), &later).unwrap(), all);
+    }
+}
+
+/// A rebuild restores images before their mirrors. The parent of the mirror was removed, so only the
+/// mirror needs its content.
+#[test]
+fn a_collection_during_a_rebuild_leaves_what_its_mirrors_need() {
+    let mut place = Place::peers();
+    let repository = place.open();
+    let base = import(&repository, "a", &disk((0..10).map(|at| (at, at + 1))));
+    let mirror = attach(&repository, 1, &base);
+    checkpoint(&repository, &mirror, &disk([(5, 30)]));
+    let (_, root) = mirror.parent();
+    import(&repository, "b", &disk([(0, 1)]));
+    repository.remove_snapshot(&"a@2".parse().unwrap()).unwrap();
+    drop((mirror, repository));
+    let Place::Peers(peers) = &mut place else { unreachable!() };
+    peers.use_catalog(None);
+    let collector = peers.open();
+    let documents = Arc::new(Interrupting {
+        inner: peers.documents.clone(),
+        is_done: AtomicBool::new(false),
+        act: Box::new(move || {
+            drop(collect(&collector, &CollectionOptions::default(), &|_| ()));
+        }),
+    });
+    let repository = Repository::of_cluster(documents.clone(), &Security::INSECURE).unwrap();
+    crate::maintenance::rebuild_catalog(&repository, false).unwrap();
+    assert!(documents.is_done.load(Ordering::SeqCst));
+    let repository = place.open();
+    let mut buf = vec![0; geometry().chunk_size() as usize];
+    for chunk in repository.chunks(&root, geometry()) {
+        repository.read_chunk(&chunk.unwrap().1, &mut buf).unwrap();
+    }
+}
+
+/// Documents that do something before the first mirror is restored.
+struct Interrupting {
+    inner: Arc<dyn Documents>,
+    is_done: AtomicBool,
+    act: Box<dyn Fn() + Send + Sync>,
+}
+
+impl Documents for Interrupting {
+    fn read(&self, queries: &[Query]) -> Result<View> {
+        self.inner.read(queries)
+    }
+
+    fn scan(
+        &self,
+        prefixes: &[&str],
+        each: &mut dyn FnMut(&str, Document) -> Result<()>,
+    ) -> Result<u64> {
+        self.inner.scan(prefixes, each)
+    }
+
+    fn last(&self, prefix: &str, before: &str, limit: usize) -> Result<View> {
+        self.inner.last(prefix, before, limit)
+    }
+
+    fn changed(&self, prefix: &str, revision: u64) -> Result<Changed> {
+        self.inner.changed(prefix, revision)
+    }
+
+    fn commit(&self, change: &Change) -> Result<bool> {
+        let is_mirror = change.puts.iter().any(|put| put.key.starts_with("mirrors/"));
+        if is_mirror && !self.is_done.swap(true, Ordering::SeqCst) {
+            (self.act)();
+        }
+        self.inner.commit(change)
+    }
+
+    fn wait(&self, folder: &str, revision: u64, limit: Duration) -> Result<bool> {
+        self.inner.wait(folder, revision, limit)
+    }
 }

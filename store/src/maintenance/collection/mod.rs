@@ -164,6 +164,7 @@ impl Collection<'_> {
         };
         let give_up: Vec<_> = self.options.give_up.iter().map(name).collect::<Result<_>>()?;
         let number = self.begin()?;
+        let basis = catalog.commit_basis()?;
         if self.repository.blobs_in_directory().is_none() {
             // Before the roots are read: what a rebuild restores until then is among them.
             self.check_catalog(number)?;
@@ -187,7 +188,13 @@ impl Collection<'_> {
         drop(roots);
         match self.repository.blobs_in_directory() {
             Some(blobs) => self.sweep_directory(blobs, &names, &mut report)?,
-            None => self.sweep_peers(&names, &mut report)?,
+            None => {
+                // A rebuild that has begun meanwhile restores mirrors that are no roots here.
+                if catalog.commit_basis()? != basis {
+                    return Err(Error::ClusterChanged);
+                }
+                self.sweep_peers(&names, &mut report)?;
+            }
         }
         if !(self.proceed)() {
             return Err(Error::LeaseLost);

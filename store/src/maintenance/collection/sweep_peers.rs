@@ -41,6 +41,8 @@ impl Collection<'_> {
         marked: &SortedRuns<32>,
         report: &mut CollectionReport,
     ) -> Result<()> {
+        // Again: peers that were down may be back, with records that nobody has seen.
+        self.check_catalog(report.number)?;
         let (connected, peers, runtime) = self.connect(report.number)?;
         (self.progress)(CollectionProgress::Sweeping { seen: 0, freed: 0 });
         let is_live = |peer: &&Peer| matches!(peer.health, Health::Up | Health::Draining);

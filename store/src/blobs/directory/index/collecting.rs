@@ -14,6 +14,10 @@ use crate::error::Result;
 use crate::id::BlobId;
 use crate::planted::{Defect, is_planted};
 
+/// Finds the blobs whose stamp was lost: see [`CollectionNumber::MAX`].
+const LOST_STAMPS: &str =
+    "CREATE INDEX IF NOT EXISTS lost_stamps ON blobs (id) WHERE stamp = 9223372036854775807";
+
 /// Blobs with lost stamps that get one in a transaction.
 const LOST_BATCH: u64 = if cfg!(test) { 3 } else { 10_000 };
 
@@ -58,6 +62,7 @@ impl Index {
             return Ok(false);
         }
         transaction.execute("UPDATE collection SET number = ?", [number.0])?;
+        transaction.execute_batch(LOST_STAMPS)?;
         transaction.commit()?;
         drop(writer);
         while self.give_lost_stamps(number)? {}

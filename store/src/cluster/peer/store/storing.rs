@@ -17,7 +17,7 @@ use crate::cluster::protocol::{FragmentId, MAX_FRAGMENTS};
 use crate::collection::CollectionNumber;
 use crate::durable::segment::{ALIGNMENT, Segment};
 use crate::encoding::Seal;
-use crate::encoding::fragment::Fragment;
+use crate::encoding::fragment::{Fragment, Kind};
 use crate::error::{Error, Result};
 use crate::id::BlobId;
 
@@ -201,10 +201,19 @@ impl PeerStore {
             return Err(Error::corrupt(format!("blob {}", description.blob), reason));
         }
         let bytes = block.len().next_multiple_of(ALIGNMENT) as u64;
+        // Nothing can be removed without the record of its removal.
+        let overdraft = match description.kind() {
+            Kind::Record => {
+                self.reserve.release();
+                self.reserve.wanted()
+            }
+            Kind::Content => 0,
+        };
         let mut state = self.state();
         let mut left = room.map(Room::left);
         let drawn = left.as_ref().map_or(0, |left| bytes.min(**left));
-        if state.used + state.staged_bytes + state.reserved - drawn + bytes > capacity {
+        let taken = state.used + state.staged_bytes + state.reserved - drawn;
+        if taken + bytes > capacity + overdraft {
             return Err(Error::PeerFull { path: self.directory.clone(), capacity });
         }
         if let Some(left) = &mut left {

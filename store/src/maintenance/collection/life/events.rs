@@ -292,22 +292,18 @@ impl Life {
     fn collect_while_a_peer_is_down(&mut self, at: usize) {
         let collector = self.place.open();
         let Place::Peers(peers) = &mut self.place else { return };
+        peers.take_away(at);
         let peers = RefCell::new(peers);
-        let (is_away, is_back) = (Cell::new(false), Cell::new(false));
-        let collected =
-            collect(&collector, &CollectionOptions::default(), &|progress| match progress {
-                CollectionProgress::Marking { .. } if !is_away.replace(true) => {
-                    peers.borrow_mut().site.stop(at);
-                }
-                CollectionProgress::Sweeping { .. } if !is_back.replace(true) => {
-                    peers.borrow_mut().site.restart(at);
-                }
-                _ => {}
-            });
-        if is_away.get() && !is_back.get() {
-            peers.borrow_mut().site.restart(at);
+        let is_back = Cell::new(false);
+        let collected = collect(&collector, &CollectionOptions::default(), &|progress| {
+            if matches!(progress, CollectionProgress::Marking { .. }) && !is_back.replace(true) {
+                peers.borrow_mut().bring_back(at);
+            }
+        });
+        if !is_back.get() {
+            peers.borrow_mut().bring_back(at);
         }
-        // The mark may need what only this peer has at the moment.
+        // It may need the records of the peer, or its nodes.
         if let Err(error) = collected {
             let is_right = matches!(error, Error::CannotMark { .. })
                 || error.kind() == crate::error::ErrorKind::Unavailable;

@@ -10,7 +10,7 @@ use tempfile::TempDir;
 use crate::cluster::client::Connection;
 use crate::cluster::client::blobs_tests::Site as PeerSite;
 use crate::cluster::membership::{self, Health, drain, lose};
-use crate::documents::{Documents, SqliteDocuments};
+use crate::documents::{Change, Documents, Query, SqliteDocuments};
 use crate::encoding::Redundancy;
 use crate::encoding::fragment::Kind;
 use crate::id::BlobId;
@@ -161,9 +161,27 @@ impl PeerPlace {
 
     /// The peer stops, and the catalog knows that it is down.
     pub(in super::super) fn take_away(&mut self, at: usize) {
-        self.site.stop(at);
-        let others: Vec<_> = (0..PEERS).filter(|other| *other != at).collect();
+        self.take_all_away(&[at]);
+    }
+
+    pub(in super::super) fn take_all_away(&mut self, away: &[usize]) {
+        away.iter().for_each(|at| self.site.stop(*at));
+        let others: Vec<_> = (0..PEERS).filter(|other| !away.contains(other)).collect();
         self.beating = Some(Heartbeats::of_some(&self.site, &others, &self.documents));
+        // Their heartbeats are missing for long enough.
+        let ids = away.iter().map(|at| format!("alive/{}", self.site.peers[*at].id));
+        let gone = ids.fold(Change::default(), |all, key| all.remove(Query::key(key)));
+        assert!(self.documents.commit(&gone).unwrap());
+    }
+
+    /// The peer is up again.
+    pub(in super::super) fn bring_back(&mut self, at: usize) {
+        self.bring_all_back(&[at]);
+    }
+
+    pub(in super::super) fn bring_all_back(&mut self, away: &[usize]) {
+        away.iter().for_each(|at| self.site.restart(*at));
+        self.beating = Some(Heartbeats::of(&self.site, &self.documents));
     }
 
     /// The peer is drained while a repair runs, and used again, whether it is empty or not.
