@@ -197,6 +197,14 @@ fn file_system(path: &Path) -> io::Result<libc::statfs> {
     Ok(unsafe { stat.assume_init() })
 }
 
+/// Gives the calling thread the lowest priority, for as long as it runs. Only a privileged thread could
+/// undo that.
+pub(crate) fn lower_priority() {
+    // SAFETY: the call only changes how the kernel schedules this thread: 0 stands for it. It cannot fail
+    // for the thread itself.
+    unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 19) };
+}
+
 /// Whether there is a process with this pid, of any user.
 pub(crate) fn has_process(pid: u32) -> bool {
     let Ok(pid) = libc::pid_t::try_from(pid) else { return false };

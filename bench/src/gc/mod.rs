@@ -7,6 +7,7 @@ mod marks;
 mod space;
 
 use std::path::Path;
+use std::thread;
 use std::time::Instant;
 
 use anyhow::Result;
@@ -115,6 +116,11 @@ fn random(seed: u64, chunks: usize) -> Vec<Vec<u8>> {
     (0..chunks).map(|_| fill()).collect()
 }
 
+/// Collects in a thread of its own, because the thread keeps the low priority of a collection.
 fn collect_all(repository: &Repository) -> Result<CollectionReport> {
-    Ok(collect(repository, &CollectionOptions::default(), &|_| ())?)
+    let collected = thread::scope(|scope| {
+        let all = || collect(repository, &CollectionOptions::default(), &|_| ());
+        scope.spawn(all).join().expect("a collection does not panic")
+    });
+    Ok(collected?)
 }

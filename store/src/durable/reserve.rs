@@ -20,8 +20,11 @@ use crate::sys;
 /// The name of the file, in the directory of the repository.
 pub(crate) const FILE_NAME: &str = "reserve";
 
-/// The most space in reserve, in bytes. SQLite writes its log back after about 4 MiB.
+/// The most space in reserve for a repository, in bytes. SQLite writes its log back after about 4 MiB.
 const LARGEST: u64 = 8 << 20;
+
+/// The most space in reserve for a peer, in bytes. It deletes few fragments in a transaction.
+const LARGEST_OF_PEER: u64 = 2 << 20;
 
 /// The part of a small file system that is kept in reserve: one of this many.
 const PART: u64 = 32;
@@ -35,10 +38,19 @@ pub(crate) struct Reserve {
 }
 
 impl Reserve {
-    /// The reserve of the repository or peer in a directory.
+    /// The reserve of the repository in a directory.
     pub(crate) fn of(directory: &Path) -> Result<Reserve> {
+        Reserve::with_limit(directory, LARGEST)
+    }
+
+    /// The reserve of the peer in a directory.
+    pub(crate) fn of_peer(directory: &Path) -> Result<Reserve> {
+        Reserve::with_limit(directory, LARGEST_OF_PEER)
+    }
+
+    fn with_limit(directory: &Path, limit: u64) -> Result<Reserve> {
         let size = sys::file_system_size(directory)?;
-        Ok(Reserve { path: directory.join(FILE_NAME), wanted: (size / PART).min(LARGEST) })
+        Ok(Reserve { path: directory.join(FILE_NAME), wanted: (size / PART).min(limit) })
     }
 
     /// Gives the space up if there is almost none. A failure is only logged: a directory that may not

@@ -22,6 +22,8 @@
 //!   need it.
 //! - A collection that is killed leaves blobs without names, which the next one deletes.
 
+#[cfg(test)]
+mod catalog_tests;
 mod fold;
 #[cfg(test)]
 mod interleaving_tests;
@@ -44,6 +46,7 @@ use crate::id::PeerId;
 use crate::name::{Selector, SnapshotRef};
 use crate::planted::{Defect, is_planted};
 use crate::repository::Repository;
+use crate::sys;
 
 /// How a collection is carried out.
 #[derive(Clone, Debug, Default)]
@@ -117,7 +120,7 @@ pub struct CollectionReport {
     pub silent: Vec<(PeerId, String)>,
 }
 
-/// Deletes the blobs that nothing refers to.
+/// Deletes the blobs that nothing refers to. The calling thread has the lowest priority from then on.
 pub fn collect(
     repository: &Repository,
     options: &CollectionOptions,
@@ -134,6 +137,8 @@ pub fn collect_while(
     progress: &dyn Fn(CollectionProgress),
 ) -> Result<CollectionReport> {
     RepairLease::with(repository.documents(), |lease| {
+        // Guests on this host come first. The thread that renews the lease keeps its priority.
+        sys::lower_priority();
         let proceed = || proceed() && lease.is_held();
         Collection { repository, options, lease, proceed: &proceed, progress }.run()
     })

@@ -180,7 +180,7 @@ impl PeerStore {
         }
         // If the table is missing, this creates an empty one, and `Log::open` fills it from the
         // log.
-        let reserve = Reserve::of(directory)?;
+        let reserve = Reserve::of_peer(directory)?;
         reserve.release();
         make()?;
         let table = Table::open(directory, elapsed)?;
