@@ -1,28 +1,17 @@
 //! Errors: what went wrong, and what the caller can do about it.
 
+mod advice;
+mod kind;
+
 use std::path::{Path, PathBuf};
 use std::{cmp, io};
 
+use self::advice::{database_advice, peers_missing};
+pub use self::kind::ErrorKind;
 use crate::id::{BlobId, InvalidId};
 
 /// The result of the functions in this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
-
-/// What a caller can do about an [`Error`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum ErrorKind {
-    /// The request is wrong in itself: change it.
-    Invalid,
-    /// The named object does not exist.
-    NotFound,
-    /// Another process holds the object, or its state forbids the operation: wait or choose
-    /// another.
-    Conflict,
-    /// Stored bytes are wrong: restore them from a copy.
-    Corrupt,
-    /// The repository cannot do it at the moment: make space, repair the disk, try again.
-    Unavailable,
-}
 
 /// Why an operation on the repository was not carried out.
 ///
@@ -676,140 +665,7 @@ pub enum Error {
     },
 }
 
-/// What to do about an error of SQLite.
-fn database_advice(error: &rusqlite::Error) -> &'static str {
-    use rusqlite::ErrorCode;
-    match error.sqlite_error_code() {
-        Some(ErrorCode::DatabaseCorrupt | ErrorCode::NotADatabase) => {
-            "; if index.db in the repository is damaged, stop all programs that use the repository and \
-             remove index.db with index.db-wal and index.db-shm: it is made again from the data. If \
-             catalog.db is damaged, restore it from a backup"
-        }
-        Some(ErrorCode::ReadOnly | ErrorCode::CannotOpen | ErrorCode::PermissionDenied) => {
-            "; a repository needs a directory that this user may write to, with some free space, also for \
-             reading: copy it to such a place"
-        }
-        _ => "",
-    }
-}
-
-/// The message of [`Error::PeersMissing`].
-fn peers_missing(answered: &[String], silent: &[String], recorded: u64) -> String {
-    let members = answered.len() + silent.len();
-    let expected = recorded.max(members as u64);
-    let mut text = format!("{} of {expected} peers answer", answered.len());
-    if !answered.is_empty() {
-        text += &format!(" ({})", answered.join(" "));
-    }
-    if !silent.is_empty() {
-        text += &format!("; no answer from {}", silent.join(", "));
-    }
-    if recorded > members as u64 {
-        text += &format!("; {recorded} peers were members when the newest record was written");
-    }
-    text + "; start the others first. If a peer was removed on purpose since then, or will not \
-            return, use --force to rebuild from these alone: snapshots that only the others know \
-            are missed, and removed ones may return"
-}
-
 impl Error {
-    /// Whether this user may not write to a database.
-    pub fn is_not_writable(&self) -> bool {
-        use rusqlite::ErrorCode;
-        match self {
-            Error::Database { source } => {
-                let code = source.sqlite_error_code();
-                matches!(code, Some(ErrorCode::ReadOnly | ErrorCode::PermissionDenied))
-            }
-            _ => false,
-        }
-    }
-
-    /// What the caller can do about the error.
-    pub fn kind(&self) -> ErrorKind {
-        match self {
-            Error::BadUrl { .. }
-            | Error::BadName { .. }
-            | Error::InvalidId(_)
-            | Error::BadGeometry { .. }
-            | Error::BadArgument(_)
-            | Error::CannotShrink { .. }
-            | Error::BadCatalogAddress { .. }
-            | Error::BadKeys(_)
-            | Error::TooLarge { .. }
-            | Error::NotEmpty { .. }
-            | Error::NotPermitted { .. }
-            | Error::NotFromGuest { .. }
-            | Error::OtherPeer { .. }
-            | Error::NoCluster
-            | Error::NotARepository { .. }
-            | Error::NewerFormat { .. }
-            | Error::OlderFormat { .. }
-            | Error::NetworkFileSystem { .. } => ErrorKind::Invalid,
-            Error::NoRepository { .. }
-            | Error::NoImage { .. }
-            | Error::NoSnapshot { .. }
-            | Error::UnknownParent { .. }
-            | Error::NoPeer { .. }
-            | Error::EmptyFolder { .. }
-            | Error::NoLabel { .. }
-            | Error::NoPolicy { .. }
-            | Error::NoMirror { .. } => ErrorKind::NotFound,
-            Error::ImageExists { .. }
-            | Error::SnapshotExists { .. }
-            | Error::BeingRemoved { .. }
-            | Error::DraftGivenUp { .. }
-            | Error::OlderMirror { .. }
-            | Error::ReferenceEnded { .. }
-            | Error::Leased { .. }
-            | Error::Fenced { .. }
-            | Error::Referenced { .. }
-            | Error::OnlyStable { .. }
-            | Error::Pinned { .. }
-            | Error::HasPinned { .. }
-            | Error::RepairRuns
-            | Error::ClusterChanged
-            | Error::OlderCatalog { .. }
-            | Error::Unlisted { .. }
-            | Error::Revived { .. }
-            | Error::DataElsewhere { .. }
-            | Error::LateDeletion
-            | Error::LeaseLost
-            | Error::InUse { .. }
-            | Error::WrongState { .. } => ErrorKind::Conflict,
-            Error::Peer { kind, .. } | Error::Catalog { kind, .. } => *kind,
-            Error::MissingBlob { .. }
-            | Error::NoMarker { .. }
-            | Error::CannotMark { .. }
-            | Error::Corrupt { .. } => ErrorKind::Corrupt,
-            Error::Full { .. }
-            | Error::TooFewPeers { .. }
-            | Error::NoPeerYet
-            | Error::PeersMissing { .. }
-            | Error::UnsealedRecords { .. }
-            | Error::ContentLost { .. }
-            | Error::CatalogRebuilt { .. }
-            | Error::Unreferenced { .. }
-            | Error::ImageGone { .. }
-            | Error::LostMeanwhile { .. }
-            | Error::NoRoom { .. }
-            | Error::NotStored { .. }
-            | Error::PeerFull { .. }
-            | Error::PeerRefusedFull { .. }
-            | Error::Io { .. }
-            | Error::TemporaryFiles { .. }
-            | Error::Internal { .. }
-            | Error::Contended
-            | Error::Poisoned { .. } => ErrorKind::Unavailable,
-            Error::Database { source } => match source.sqlite_error_code() {
-                Some(rusqlite::ErrorCode::DatabaseCorrupt | rusqlite::ErrorCode::NotADatabase) => {
-                    ErrorKind::Corrupt
-                }
-                _ => ErrorKind::Unavailable,
-            },
-        }
-    }
-
     /// The error of a file operation on `path`. A full disk becomes [`Error::Full`].
     pub(crate) fn io(doing: &'static str, path: &Path, source: io::Error) -> Self {
         let path = path.to_owned();

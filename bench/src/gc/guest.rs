@@ -49,7 +49,7 @@ pub(super) fn run(
             eprintln!("pair {}: a guest with {name}", pair + 1);
             let mut latencies = [Latency::default(); 2];
             for beside in if pair % 2 == 0 { [0, 1] } else { [1, 0] } {
-                // What the collections free.
+                // The collections free this image.
                 let chunks = if args.quick { 256 } else { 2048 };
                 import(&repository, "garbage", &random(pair * 10 + load as u64 + 1, chunks))?;
                 repository.remove_image(&"garbage".parse()?, false)?;

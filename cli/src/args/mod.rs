@@ -1,6 +1,7 @@
 //! The command line.
 
 mod cluster;
+mod global_options;
 mod mirrors;
 mod names;
 
@@ -14,6 +15,7 @@ use clap::builder::Resettable;
 use clap::{ArgMatches, Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
 
 pub(crate) use self::cluster::{Catalog, Keys, Peers, Serve, SignRole, SupervisorOptions};
+use self::global_options::{without_empty_variables, without_unused_options};
 pub(crate) use self::mirrors::{Forget, Mirrors};
 pub(crate) use self::names::{Ls, Policy, Rules, SortBy};
 use crate::image_format::Format;
@@ -58,31 +60,6 @@ pub(crate) struct Cli {
     pub(crate) command: Command,
 }
 
-/// The ids of the global options that a command and its subcommands do not use. The command accepts
-/// them, so that a wrapper can pass them to every command. Its help does not show them.
-const UNUSED: [(&str, &[&str]); 19] = [
-    ("create", &["bytes"]),
-    ("clone", &["bytes"]),
-    ("export", &["bytes"]),
-    ("rm", &["bytes"]),
-    ("tag", &["bytes"]),
-    ("pin", &["bytes"]),
-    ("unpin", &["bytes"]),
-    ("meta", &["bytes"]),
-    ("policy", &["bytes"]),
-    ("prune", &["bytes"]),
-    ("mirrors forget", &["bytes"]),
-    ("checkpoint", &["store", "keys", "insecure", "bytes"]),
-    ("status", &["store", "keys", "insecure"]),
-    ("stats", &["store", "keys", "insecure"]),
-    ("serve", &["store", "bytes"]),
-    ("supervise", &["bytes"]),
-    ("keys", &["store", "insecure", "bytes"]),
-    // It names its directory as an argument.
-    ("keys init", &["keys"]),
-    ("catalog", &["bytes"]),
-];
-
 impl Cli {
     /// Parses the arguments of this process.
     pub(crate) fn from_process() -> Result<Cli, clap::Error> {
@@ -100,49 +77,6 @@ impl Cli {
 /// The command line, for the manual pages and the completions. It is the same in every environment.
 pub fn command_line() -> clap::Command {
     without_unused_options(Cli::command())
-}
-
-/// Hides the global options that a command does not use from its help.
-fn without_unused_options(mut command: clap::Command) -> clap::Command {
-    let options: Vec<_> = command.get_arguments().cloned().collect();
-    for (path, unused) in UNUSED {
-        // A subcommand that has an argument of this id does not inherit the global one.
-        let hidden = options
-            .iter()
-            .filter(|option| unused.contains(&option.get_id().as_str()))
-            .map(|option| option.clone().hide(true));
-        command = change_subcommand(command, path, |subcommand| subcommand.args(hidden));
-    }
-    command
-}
-
-/// Changes the subcommand at the end of this path of names.
-fn change_subcommand(
-    command: clap::Command,
-    path: &str,
-    change: impl FnOnce(clap::Command) -> clap::Command,
-) -> clap::Command {
-    match path.split_once(' ') {
-        Some((name, rest)) => {
-            command.mut_subcommand(name, |subcommand| change_subcommand(subcommand, rest, change))
-        }
-        None => command.mut_subcommand(path, change),
-    }
-}
-
-/// Ignores the environment variables of these options that are set and empty: a file for systemd may
-/// set a variable to nothing.
-fn without_empty_variables(mut command: clap::Command, options: &[&'static str]) -> clap::Command {
-    for option in options {
-        command = command.mut_arg(option, |arg| {
-            let variable = arg.get_env().and_then(std::env::var_os);
-            match variable.is_some_and(|value| value.is_empty()) {
-                true => arg.env(Resettable::Reset),
-                false => arg,
-            }
-        });
-    }
-    command
 }
 
 /// The format of the output.

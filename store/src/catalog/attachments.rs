@@ -77,7 +77,7 @@ impl Catalog {
                 (mirror.reserved.start < left.end || is_same) && start < mirror.reserved.end;
             let (usable, reservation) = match is_own {
                 true => (start..mirror.reserved.end, mirror.reservation),
-                // What this process reserves next begins a reservation of its own.
+                // The next numbers of this process begin a reservation of their own.
                 false => (0..0, holder.fence.unwrap_or(0)),
             };
             let mut change = Change::default();

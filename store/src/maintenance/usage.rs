@@ -191,7 +191,7 @@ type OwnerOf<'a> = dyn Fn(&MarkedRoot) -> Option<(u32, u32)> + 'a;
 #[derive(Default)]
 struct Group {
     members: Vec<Member>,
-    /// What only this group refers to.
+    /// Bytes of the blobs that only this group refers to.
     unique: Bytes,
     /// Bytes of the chunks that this group and something else refer to.
     shared: u64,
@@ -201,7 +201,7 @@ struct Group {
 struct Member {
     /// Bytes of all its chunks, each as often as it occurs.
     data: u64,
-    /// What only this member refers to.
+    /// Bytes of the blobs that only this member refers to.
     unique: Bytes,
 }
 

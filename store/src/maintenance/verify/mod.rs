@@ -151,6 +151,9 @@ impl<'a> Verifier<'a> {
             }
             None => self.check_fragments(&mut found, &done, progress)?,
         }
+        if let Some(error) = found.take_database_error() {
+            return Err(error);
+        }
         found.report.bytes = done.into_inner();
         self.conclude(found)
     }
